@@ -1,0 +1,10 @@
+"""Pipeline parallelism for PyTorch Lightning: an unchanged LightningModule, cut into stages."""
+
+from lightning.pytorch.strategies import StrategyRegistry
+
+from lightning_pp.strategy import PipelineStrategy as PipelineStrategy
+
+__all__ = ["PipelineStrategy"]
+
+if PipelineStrategy.strategy_name not in StrategyRegistry:
+    PipelineStrategy.register_strategies(StrategyRegistry)

@@ -1,0 +1,108 @@
+"""Refuses, before the first step, what a pipeline cannot honour; each message says what to do instead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    LearningRateFinder,
+    ModelPruning,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_pp import precision
+from lightning_pp.compat import is_overridden
+
+__all__: list[str] = []
+
+_CALLBACKS: tuple[tuple[type, str], ...] = (
+    (StochasticWeightAveraging, "it copies and averages the whole model on each process"),
+    (WeightAveraging, "it copies and averages the whole model on each process"),
+    (ModelPruning, "it rewrites parameters that lie on other stages"),
+    (LearningRateFinder, "it has not been proven to give the plain run's result"),
+    (BatchSizeFinder, "Lightning supports it on one process only"),
+)
+
+
+def check_run(trainer: Trainer, module: LightningModule, num_stages: int) -> None:
+    """Check everything about a run that does not need a batch.
+
+    Raises:
+        MisconfigurationException: Something would be wrong or ignored.
+    """
+    _check_module(module)
+    if not precision.is_supported(trainer.precision_plugin):
+        raise MisconfigurationException(
+            f"PipelineStrategy does not support {type(trainer.precision_plugin).__name__} with"
+            f" precision={trainer.precision!r}. Supported are {precision.SUPPORTED}."
+        )
+    if num_stages == 1:
+        return
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        for cls, why in _CALLBACKS:
+            if isinstance(callback, cls):
+                raise MisconfigurationException(
+                    f"PipelineStrategy does not support the callback {type(callback).__name__}: {why}. Remove it."
+                )
+
+
+def _check_module(module: LightningModule) -> None:
+    name = type(module).__name__
+    if not module.automatic_optimization:
+        raise MisconfigurationException(
+            f"PipelineStrategy does not support manual optimization, and {name} sets"
+            " `automatic_optimization = False`. The backward passes belong to the pipeline's schedule: let Lightning"
+            " optimize (one optimizer, the loss returned from training_step)."
+        )
+    if is_overridden("backward", module):
+        raise MisconfigurationException(
+            f"{name} overrides `backward`, which a pipeline cannot call: it runs one backward per micro-batch and stage."
+            " Put loss scaling into training_step and gradient changes into `on_after_backward`."
+        )
+    for path, inner in module.named_modules():
+        if isinstance(inner, DistributedDataParallel) or type(inner).__name__.startswith(("FSDP", "FullySharded")):
+            raise MisconfigurationException(
+                f"{name}.{path} is wrapped in {type(inner).__name__}. Give PipelineStrategy the plain module."
+            )
+        if any(torch.nn.parameter.is_lazy(p) for p in inner.parameters(recurse=False)):
+            raise MisconfigurationException(
+                f"{name}.{path} has lazy parameters, whose shapes are not known yet. Run one batch through the model"
+                " before `fit`, or give the sizes."
+            )
+
+
+def check_optimizers(optimizers: list[Any], num_stages: int) -> None:
+    """Check what ``configure_optimizers`` returned."""
+    if len(optimizers) > 1:
+        raise MisconfigurationException(
+            f"PipelineStrategy supports one optimizer, and configure_optimizers returned {len(optimizers)}. Use one"
+            " optimizer with several parameter groups."
+        )
+    for optimizer in optimizers:
+        if isinstance(optimizer, torch.optim.LBFGS) and num_stages > 1:
+            raise MisconfigurationException(
+                "PipelineStrategy does not support LBFGS: its line search needs the parameters of all stages in one"
+                " process. Use an optimizer that updates each parameter from its own gradient."
+            )
+
+
+def warn_about_batch_norm(module: nn.Module, num_microbatches: int, warn: Callable[[str], None]) -> None:
+    """Say once that batch statistics are those of micro-batches."""
+    if num_microbatches == 1:
+        return
+    for name, inner in module.named_modules():
+        if isinstance(inner, nn.modules.batchnorm._BatchNorm) and inner.training and inner.track_running_stats:
+            warn(
+                f"{name!r} is a {type(inner).__name__}: in a pipeline it normalises each micro-batch by its own"
+                " statistics, so results depend on `microbatches`. Use GroupNorm or LayerNorm, or microbatches=1, where"
+                " that matters."
+            )
+            return

@@ -1,0 +1,92 @@
+"""The names of Lightning that have no public spelling, each used for one thing; a test tells when one moves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.utilities.distributed import _init_dist_connection
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+
+__all__: list[str] = []
+
+
+def script_launcher(environment: ClusterEnvironment, num_processes: int, num_nodes: int) -> Any:
+    """Starts the script again for every other process of this node."""
+    return _SubprocessScriptLauncher(environment, num_processes, num_nodes)
+
+
+def connect_processes(
+    environment: ClusterEnvironment, backend: str, timeout: timedelta, device: torch.device
+) -> None:
+    """Join the job's default process group, unless this process has already."""
+    device_id = device if device.type != "cpu" else None
+    _init_dist_connection(environment, backend, timeout=timeout, device_id=device_id)
+
+
+def combined_loader(loop: Any) -> Any:
+    """The loop's loaders as one; None before they are set up."""
+    return loop._combined_loader
+
+
+def takes_iterator(trainer: Trainer) -> bool:
+    """Whether training_step wants the loader's iterator itself."""
+    return isinstance(trainer.fit_loop._data_fetcher, _DataLoaderIterDataFetcher)
+
+
+def prepare_batch(trainer: Trainer, module: LightningModule, batch: Any, to_device: Callable[..., Any]) -> Any:
+    """Send a batch through the hooks that the loop sends it through before the step."""
+    batch = trainer.precision_plugin.convert_input(batch)
+    batch = module._on_before_batch_transfer(batch, dataloader_idx=0)
+    return to_device(batch, dataloader_idx=0)
+
+
+def step_and_loop(trainer: Trainer) -> tuple[str, Any]:
+    """The step function that this run is about, and the loop that feeds it."""
+    return {
+        TrainerFn.FITTING: ("training_step", trainer.fit_loop),
+        TrainerFn.VALIDATING: ("validation_step", trainer.validate_loop),
+        TrainerFn.TESTING: ("test_step", trainer.test_loop),
+        TrainerFn.PREDICTING: ("predict_step", trainer.predict_loop),
+    }[trainer.state.fn]  # type: ignore[index]
+
+
+def step_arguments(module: LightningModule, name: str, batch: Any) -> list[Any]:
+    """What Lightning would call step function ``name`` with for the first batch."""
+    function = getattr(module, name)
+    extra = [key for key in ("batch_idx", "dataloader_idx") if is_param_in_hook_signature(function, key)]
+    if name != "training_step" and "dataloader_idx" in extra and len(extra) == 2:
+        return [batch, 0, 0]
+    return [batch, *([0] if "batch_idx" in extra else [])]
+
+
+def evaluation_batch(trainer: Trainer) -> int:
+    """The number of the evaluation batch under way, for its random stream."""
+    loop = trainer._active_loop
+    return int(loop.batch_progress.total.ready) if loop is not None and hasattr(loop, "batch_progress") else 0
+
+
+def watches_zero_grad(trainer: Trainer, module: LightningModule) -> bool:
+    """Whether user code looks at gradients between training_step and backward."""
+    hooks = ("on_before_zero_grad", "optimizer_zero_grad")
+    return any(is_overridden(hook, module) for hook in hooks) or any(
+        type(callback).on_before_zero_grad is not Callback.on_before_zero_grad
+        for callback in trainer.callbacks  # type: ignore[attr-defined]
+    )
+
+
+def is_window_start(trainer: Trainer) -> bool:
+    """Whether zero_grad follows this training step (see ``_AutomaticOptimization._make_zero_grad_fn``)."""
+    return trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0
+
+
+def is_overridden(name: str, module: LightningModule) -> bool:
+    """Whether the user's class (or instance) defines ``name`` itself."""
+    return getattr(type(module), name, None) is not getattr(LightningModule, name) or name in vars(module)

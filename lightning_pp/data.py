@@ -1,0 +1,134 @@
+"""One stream of data for all stages: the first batch before training, loaders that start late, equal random states."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+from lightning.fabric.utilities.seed import pl_worker_init_function
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch.utils.data import DataLoader, IterableDataset
+from typing_extensions import override
+
+from lightning_pp.partition import random_state, tree
+
+__all__: list[str] = []
+
+
+class StageLoader:
+    """A user's loader that begins to iterate only when the first batch is wanted.
+
+    Lightning creates a loader's iterator while it sets up; a pipeline looks at the first batch even earlier. Neither
+    may draw a random number or take a sample out of a stream before the plain run would. Everything else is the user's
+    loader's own.
+    """
+
+    _own = frozenset({"_peeked", "loader"})
+
+    def __init__(self, loader: Any, replica: int) -> None:
+        self.loader = loader
+        self._peeked: Iterator[Any] | None = None
+        if int(os.environ.get("PL_SEED_WORKERS", "0")) and getattr(loader, "worker_init_fn", self) is None:
+            # Lightning would seed by global rank, and two stages would augment one image differently
+            loader.worker_init_fn = partial(pl_worker_init_function, rank=replica)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "loader":  # while being copied
+            raise AttributeError(name)
+        return getattr(self.loader, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self._own:
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self.loader, name, value)
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._peeked is not None:
+            peeked, self._peeked = self._peeked, None
+            return peeked
+        return self._iterate()
+
+    def _iterate(self) -> Iterator[Any]:
+        yield from self.loader
+
+    def first_batch(self) -> Any:
+        """The batch that iterating would give first; no sample is lost by looking at it."""
+        if isinstance(self.loader, DataLoader) and not isinstance(self.loader.dataset, IterableDataset):
+            return _first_of_map_style(self.loader)
+        if isinstance(self.loader, (list, tuple)):
+            return self.loader[0]
+        # a stream cannot be asked twice: keep the iterator for the loop
+        iterator = self._iterate()
+        first = next(iterator)
+        self._peeked = _chain(first, iterator)
+        return first
+
+
+def _chain(first: Any, rest: Iterator[Any]) -> Iterator[Any]:
+    yield first
+    yield from rest
+
+
+def _first_of_map_style(loader: DataLoader[Any]) -> Any:
+    """The first batch straight from the dataset: no worker starts, nothing is prefetched."""
+    generators = [loader.generator, getattr(loader.sampler, "generator", None)]
+    states = [generator.get_state() if generator is not None else None for generator in generators]
+    try:
+        if loader.batch_sampler is None:
+            samples = loader.dataset[next(iter(loader.sampler))]
+        else:
+            indices = next(iter(loader.batch_sampler))
+            fetch = getattr(loader.dataset, "__getitems__", None)
+            samples = fetch(indices) if fetch is not None else [loader.dataset[index] for index in indices]
+        return loader.collate_fn(samples)
+    finally:
+        for generator, state in zip(generators, states, strict=True):
+            if generator is not None:
+                generator.set_state(state)
+
+
+def first_batch(combined: Any) -> Any:
+    """The first batch of a ``CombinedLoader`` of :class:`StageLoader`, in the collection that the user gave."""
+    return tree.map_leaves(lambda loader: loader.first_batch(), combined.iterables)
+
+
+class SameRandomState(Callback):
+    """Begins every epoch with the first stage's global random states on all stages.
+
+    Samplers without a generator draw their seed from torch's global generator, and datasets may draw from any: without
+    ``seed_everything`` the processes would see different batches.
+    """
+
+    def __init__(self, group: Any, source: int) -> None:
+        self._group = group
+        self._source = source
+
+    @override
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        share_random_state(self._group, self._source)
+
+    @override
+    def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        share_random_state(self._group, self._source)
+
+    @override
+    def on_test_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        share_random_state(self._group, self._source)
+
+    @override
+    def on_predict_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        share_random_state(self._group, self._source)
+
+
+def share_random_state(group: Any, source: int) -> None:
+    """Give all ranks of ``group`` (host memory) the global random states of rank ``source``, devices' excepted."""
+    box = [random_state.capture()]
+    dist.broadcast_object_list(box, src=source, group=group)
+    random_state.restore(box[0], host_only=True)

@@ -1,0 +1,217 @@
+"""From one batch and one step function to a job for the engine, and from its results to what Lightning expects."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+
+from lightning_pp.logs import LogRecorder, replay
+from lightning_pp.partition.random_state import preserved
+from lightning_pp.runtime import microbatch, rng
+from lightning_pp.runtime.engine import Job
+from lightning_pp.runtime.flush import Flush
+from lightning_pp.runtime.planner import Planner, StepPlan
+from lightning_pp.schedule import Lowered
+
+__all__: list[str] = []
+
+#: which random stream a step function draws from
+_STREAMS = {"training_step": 0, "validation_step": 1, "test_step": 2, "predict_step": 3}
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """A batch in micro-batches.
+
+    Attributes:
+        batches: The micro-batches.
+        sizes: Their numbers of samples.
+        weights: Their shares in the mean; sum to 1.
+    """
+
+    batches: list[Any]
+    sizes: list[int | None]
+    weights: list[float]
+
+
+def split(module: LightningModule, batch: Any, num_microbatches: int) -> Parts:
+    """Cut a batch into weighted micro-batches, as ``module`` says where it defines how."""
+    user_split = getattr(module, "split_batch", None)
+    if user_split is not None:
+        batches = list(user_split(batch, num_microbatches))
+        if not 1 <= len(batches) <= num_microbatches:
+            raise MisconfigurationException(
+                f"{type(module).__name__}.split_batch returned {len(batches)} micro-batches; allowed are 1 to"
+                f" {num_microbatches} (PipelineStrategy(microbatches=...))."
+            )
+    else:
+        batches = microbatch.split(batch, num_microbatches)
+    sizes = [microbatch.batch_size(part) for part in batches]
+    user_weight = getattr(module, "micro_batch_weight", None)
+    shares = [float(size or 1) for size in sizes] if user_weight is None else [float(user_weight(b)) for b in batches]
+    total = sum(shares)
+    return Parts(batches, sizes, [share / total if total else float("nan") for share in shares])
+
+
+def whole_step(
+    module: LightningModule, name: str, part: Any, rest: Sequence[Any], context: Callable[[], AbstractContextManager[None]]
+) -> Callable[[], Any]:
+    """The user's step as the planner wants it: it returns everything that leaves the user's code."""
+    function = getattr(module, name)
+
+    def step() -> Any:
+        with LogRecorder(module) as recorder, context():
+            return function(part, *rest), recorder.values
+
+    return step
+
+
+@dataclass(slots=True)
+class Prepared:
+    """One step that is ready to run."""
+
+    name: str
+    job: Job
+    parts: Parts
+    plans: list[StepPlan]
+    recorder: LogRecorder
+    checksum: Tensor | None
+
+
+class StepRunner:
+    """Prepares and finishes the steps of one module.
+
+    Args:
+        module: The user's module.
+        planner: Plans step functions.
+        flush: Shares results.
+        num_microbatches: Most micro-batches per batch.
+        programs: ``(number of micro-batches, training) -> schedule with messages``.
+        is_last: Whether this rank runs the last stage.
+        device: Where batches live.
+        seed: Base of all random streams.
+    """
+
+    def __init__(
+        self,
+        module: LightningModule,
+        planner: Planner,
+        flush: Flush,
+        num_microbatches: int,
+        programs: Callable[[int, bool], Lowered],
+        is_last: bool,
+        device: torch.device,
+        seed: int,
+    ) -> None:
+        self._module = module
+        self._planner = planner
+        self._flush = flush
+        self._num_microbatches = num_microbatches
+        self._programs = programs
+        self._is_last = is_last
+        self._device = device
+        self._seed = seed
+
+    def prepare(
+        self,
+        name: str,
+        args: Sequence[Any],
+        context: Callable[[], AbstractContextManager[None]],
+        step_number: int,
+        accumulated: int | None = None,
+    ) -> Prepared:
+        """Make the job for one batch.
+
+        Args:
+            name: The step function.
+            args: What Lightning calls it with; the batch comes first.
+            context: The precision plugin's context for it.
+            step_number: Names the random stream.
+            accumulated: Number of batches whose gradients add up to one step; None runs no backward.
+        """
+        batch, *rest = args
+        parts = split(self._module, batch, self._num_microbatches)
+        plans = self._plans(name, parts, rest, context)
+        recorder = LogRecorder(self._module)
+        function = getattr(self._module, name)
+        draws = any(plan.draws for plan in plans)
+        draws_python = any(plan.trace.draws_python for plan in plans)
+
+        def step(mb: int) -> Any:
+            recorder.mb = mb
+            if draws:
+                rng.start_stream(rng.stream_seed(self._seed, _STREAMS[name], step_number, mb), draws_python)
+            with context():
+                return function(parts.batches[mb], *rest)
+
+        training = accumulated is not None
+        job = Job(
+            lowered=self._programs(len(parts.batches), training),
+            step=step,
+            plans=[plan.signature_plan for plan in plans],
+            loss_of=self._loss_of if training else None,
+            scales=[weight / accumulated for weight in parts.weights] if accumulated else (),
+        )
+        return Prepared(name, job, parts, plans, recorder, microbatch.checksum(batch, self._device))
+
+    def running(self, prepared: Prepared) -> AbstractContextManager[Any]:
+        """The contexts in which the engine runs the job."""
+        stack = ExitStack()
+        stack.enter_context(preserved(any(plan.draws for plan in prepared.plans)))
+        stack.enter_context(prepared.recorder)
+        return stack
+
+    def finish(self, prepared: Prepared, results: Mapping[int, Any]) -> Any:
+        """Share what the last stage has, log it, and return the step's output."""
+        report = None
+        if self._is_last:
+            report = (self._output(prepared, results), prepared.recorder.merged(prepared.parts.weights))
+        output, logs = self._flush.share(report, prepared.checksum)
+        replay(self._module, logs)
+        return output
+
+    def _plans(
+        self, name: str, parts: Parts, rest: Sequence[Any], context: Callable[[], AbstractContextManager[None]]
+    ) -> list[StepPlan]:
+        mode = (
+            bytes(parameter.requires_grad for parameter in self._module.parameters()),
+            bytes(module.training for module in self._module.modules()),
+        )
+        by_size: dict[int | None, StepPlan] = {}
+        plans = []
+        for part, size in zip(parts.batches, parts.sizes, strict=True):
+            plan = by_size.get(size)
+            if plan is None or hasattr(self._module, "split_batch"):
+                key = (microbatch.signature(part), mode)
+                plan = self._planner.plan(name, key, whole_step(self._module, name, part, rest, context))
+                by_size[size] = plan
+            plans.append(plan)
+        return plans
+
+    def _output(self, prepared: Prepared, results: Mapping[int, Any]) -> Any:
+        parts = prepared.parts
+        outputs = [results[mb] for mb in range(len(parts.batches))]
+        if prepared.job.loss_of is None:
+            return microbatch.join(outputs, parts.sizes, parts.weights)
+        loss = microbatch.weighted_mean([self._loss_of(output).detach() for output in outputs], parts.weights)
+        if not isinstance(outputs[0], Mapping):
+            return loss
+        extras = [{key: value for key, value in output.items() if key != "loss"} for output in outputs]
+        return {"loss": loss, **microbatch.join(extras, parts.sizes, parts.weights)}
+
+    def _loss_of(self, output: Any) -> Tensor:
+        loss = output.get("loss") if isinstance(output, Mapping) else output
+        if not isinstance(loss, Tensor):
+            raise MisconfigurationException(
+                f"{type(self._module).__name__}.training_step must return the loss, a tensor or a dict with the key"
+                f" 'loss', for every micro-batch; it returned {type(output).__name__}. Skipping a step by returning None"
+                " is not possible in a pipeline."
+            )
+        return loss

@@ -1,0 +1,179 @@
+"""Which process holds which parameter: gives up what other stages own, keeps tied copies equal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_pp.partition.switch import Switchboard
+from lightning_pp.runtime.mesh import Mesh
+from lightning_pp.runtime.planner import Cut
+
+__all__: list[str] = []
+
+_MARK = "_pipeline_ownership"
+
+
+class Ownership:
+    """The parameters and buffers of one cut model, on one process.
+
+    Args:
+        model: The LightningModule.
+        board: Its switched layers.
+        cut: Which stages need what.
+        mesh: This process's position.
+        placement: The position of each stage.
+    """
+
+    def __init__(self, model: nn.Module, board: Switchboard, cut: Cut, mesh: Mesh, placement: tuple[int, ...]) -> None:
+        self.board = board
+        self.board.outside = self._outside
+        self.cut = cut
+        self.num_stages = len(placement)
+        self._model = model
+        self._mesh = mesh
+        self._placement = placement
+        self._positions = self._all_positions()
+
+    def __deepcopy__(self, memo: Any) -> None:
+        """A copy of the model is not part of the pipeline."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
+
+    @staticmethod
+    def of(model: nn.Module) -> Ownership | None:
+        """The ownership under which ``model`` was cut before, if it was."""
+        found = vars(model).get(_MARK)
+        return found if isinstance(found, Ownership) else None
+
+    def mark(self) -> None:
+        """Remember on the model that it has been cut."""
+        object.__setattr__(self._model, _MARK, self)
+
+    def unmark(self) -> None:
+        """Give the model back as it was; for one that was never spread over processes."""
+        self.board.remove()
+        vars(self._model).pop(_MARK, None)
+
+    def positions(self, name: str) -> tuple[int, ...]:
+        """The places in the pipeline that hold ``name``."""
+        return self._positions[name]
+
+    def provider(self, name: str) -> int:
+        """The global rank whose copy of ``name`` counts."""
+        return self._mesh.global_rank(self._positions[name][0]) if name in self._positions else self._mesh.rank
+
+    def counts_here(self, parameter: Tensor) -> bool:
+        """Whether this rank is the one that counts ``parameter`` (once for a tied one)."""
+        return self._mesh.position == self.first_position(parameter)
+
+    def first_position(self, parameter: Tensor) -> int:
+        """The first place that holds ``parameter``."""
+        for name, other in self._model.named_parameters():
+            if other is parameter:
+                return self._positions[name][0]
+        return self._mesh.position  # one that is not in the module is on every rank; each counts its own
+
+    def owned(self) -> list[nn.Parameter]:
+        """The parameters that are here."""
+        return [p for p in self._model.parameters() if not p.is_meta]
+
+    def release(self, optimizers: Iterable[Optimizer]) -> None:
+        """Put everything that other stages own on the meta device, in the module and in the optimizers."""
+        replaced: dict[int, nn.Parameter] = {}
+        names = {id(tensor): name for name, tensor in _named_tensors(self._model)}
+        for module in self._model.modules():
+            for key, parameter in list(module._parameters.items()):
+                if parameter is not None and not self._is_here(names[id(parameter)]):
+                    absent = replaced.get(id(parameter))
+                    if absent is None:
+                        absent = replaced[id(parameter)] = _absent(parameter)
+                        names[id(absent)] = names[id(parameter)]
+                    setattr(module, key, absent)
+            for key, buffer in list(module._buffers.items()):
+                if buffer is not None and not self._is_here(names[id(buffer)]):
+                    module._buffers[key] = buffer.to("meta")
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["params"] = [replaced.get(id(p), p) for p in group["params"]]
+
+    def to_device(self, device: torch.device) -> None:
+        """Move what is here."""
+        for module in self._model.modules():
+            for parameter in module._parameters.values():
+                if parameter is not None and not parameter.is_meta and parameter.device != device:
+                    parameter.data = parameter.data.to(device)
+            for key, buffer in module._buffers.items():
+                if buffer is not None and not buffer.is_meta:
+                    module._buffers[key] = buffer.to(device)
+
+    def tied(self) -> dict[str, tuple[int, ...]]:
+        """``{name: positions}`` of the parameters that more than one process holds."""
+        names = {name for name, _ in self._model.named_parameters()}
+        return {name: found for name, found in self._positions.items() if len(found) > 1 and name in names}
+
+    def _outside(self, name: str, compute: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Answer a layer call that no step made: only a layer that is here can."""
+        if any(parameter.is_meta for parameter in self.board.layers[name].parameters()):
+            raise MisconfigurationException(
+                f"Layer {name!r} was called outside of training_step, validation_step, test_step and predict_step, on a"
+                f" process that does not hold its parameters (stage {self._mesh.position} of {self.num_stages}). To use"
+                " the whole model elsewhere, save a checkpoint and load it with load_from_checkpoint."
+            )
+        return compute(*args, **kwargs)
+
+    def _is_here(self, name: str) -> bool:
+        return self._mesh.position in self._positions[name]
+
+    def _all_positions(self) -> dict[str, tuple[int, ...]]:
+        found = {}
+        buffers = {name for name, _ in self._model.named_buffers()}
+        for name, _ in _named_tensors(self._model):
+            stages = self.cut.stages_of(name, name in buffers, self.num_stages)
+            found[name] = tuple(sorted({self._placement[stage] for stage in stages}))
+        return found
+
+
+def tied_groups(ownership: Ownership, mesh: Mesh, timeout: Any) -> dict[int, Any]:
+    """``{index into ownership.owned(): group}``; made by all ranks together, one group per set of owners."""
+    named = dict(ownership._model.named_parameters())
+    index = {id(parameter): number for number, parameter in enumerate(ownership.owned())}
+    groups: dict[tuple[int, ...], Any] = {}
+    result = {}
+    for name, positions in sorted(ownership.tied().items()):
+        if positions not in groups:
+            groups[positions] = dist.new_group([mesh.global_rank(p) for p in positions], timeout=timeout)
+        if mesh.position in positions:
+            result[index[id(named[name])]] = groups[positions]
+    return result
+
+
+def share_copies(ownership: Ownership, mesh: Mesh, groups: dict[int, Any], everyone: Any) -> None:
+    """Give copies that lie on several processes the values of the first one."""
+    owned = ownership.owned()
+    named = {id(p): name for name, p in ownership._model.named_parameters()}
+    for number in sorted(groups, key=lambda number: named[id(owned[number])]):
+        parameter = owned[number]
+        source = mesh.global_rank(ownership.positions(named[id(parameter)])[0])
+        dist.broadcast(parameter.data, src=source, group=groups[number])
+    for name, buffer in ownership._model.named_buffers():
+        if len(ownership.positions(name)) == mesh.num_stages > 1:
+            dist.broadcast(buffer, src=mesh.global_rank(0), group=everyone)
+
+
+def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+def _absent(parameter: nn.Parameter) -> nn.Parameter:
+    absent = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
+    absent.__dict__.update(parameter.__dict__)
+    return absent

@@ -1,0 +1,105 @@
+"""Any nested value as a flat list of tensors plus a recipe to build it again.
+
+``torch.utils._pytree`` is the only registry of containers that torch and libraries such as transformers share (a
+``ModelOutput`` registers itself there), so it does the work. Two kinds it leaves whole are opened here: dataclass
+instances and mappings that nobody registered (``BatchEncoding`` is a ``UserDict``).
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch.utils._pytree as pytree
+from torch import Tensor
+
+__all__: list[str] = []
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Slot:
+    """Marks the place of tensor number ``index`` inside a structure."""
+
+    index: int
+
+
+def flatten(value: object) -> tuple[list[Tensor], object]:
+    """Take the tensors out of ``value``.
+
+    Returns:
+        The tensors in order, and the same structure with a :class:`Slot` where each stood.
+
+    Example:
+        >>> import torch
+        >>> tensors, structure = flatten({"x": torch.ones(2), "flag": None})
+        >>> len(tensors), structure
+        (1, {'x': Slot(index=0), 'flag': None})
+    """
+    if isinstance(value, Tensor):
+        return [value], Slot(0)
+    tensors: list[Tensor] = []
+
+    def put(leaf: object) -> object:
+        if isinstance(leaf, Tensor):
+            tensors.append(leaf)
+            return Slot(len(tensors) - 1)
+        return leaf
+
+    structure = map_leaves(put, value)
+    return tensors, structure
+
+
+def unflatten(tensors: list[Tensor], structure: object) -> Any:
+    """Put ``tensors`` back where :func:`flatten` found them; containers are new objects each time."""
+    if isinstance(structure, Slot):
+        return tensors[structure.index]
+    return map_leaves(lambda leaf: tensors[leaf.index] if isinstance(leaf, Slot) else leaf, structure)
+
+
+def leaves(value: object) -> list[Any]:
+    """All leaves of ``value``, tensors and others, in the order of :func:`flatten`."""
+    found: list[Any] = []
+    map_leaves(found.append, value)
+    return found
+
+
+def tensors_of(value: object) -> list[Tensor]:
+    """The tensors inside ``value``, in order."""
+    return [leaf for leaf in leaves(value) if isinstance(leaf, Tensor)]
+
+
+def map_leaves(function: Callable[[Any], Any], value: object) -> Any:
+    """Apply ``function`` to every leaf and rebuild the containers with their own types."""
+
+    def visit(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return function(leaf)
+        if dataclasses.is_dataclass(leaf) and not isinstance(leaf, (type, Slot)):
+            return _map_dataclass(function, leaf)
+        if isinstance(leaf, Mapping):
+            return _map_mapping(function, leaf)
+        return function(leaf)
+
+    return pytree.tree_map(visit, value)
+
+
+def _map_dataclass(function: Callable[[Any], Any], value: Any) -> Any:
+    new = copy.copy(value)
+    for field in dataclasses.fields(value):
+        if hasattr(value, field.name):
+            # a frozen dataclass refuses setattr, and its copy is ours alone
+            object.__setattr__(new, field.name, map_leaves(function, getattr(value, field.name)))
+    return new
+
+
+def _map_mapping(function: Callable[[Any], Any], value: Any) -> Any:
+    items = {key: map_leaves(function, item) for key, item in value.items()}
+    new = copy.copy(value)
+    try:
+        for key, item in items.items():
+            new[key] = item
+    except TypeError:  # a read-only mapping: the plain dict carries the same keys
+        return items
+    return new

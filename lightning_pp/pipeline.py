@@ -1,0 +1,241 @@
+"""One module's pipeline on one process: its cut, its channels, and what runs its steps."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch.optim import Optimizer
+from torchmetrics import Metric
+
+from lightning_pp.arguments import Arguments
+from lightning_pp.jobs import StepRunner, split, whole_step
+from lightning_pp.ownership import Ownership, share_copies, tied_groups
+from lightning_pp.partition.layers import find_layers
+from lightning_pp.partition.random_state import preserved
+from lightning_pp.partition.switch import Switchboard
+from lightning_pp.partition.trace import Trace
+from lightning_pp.runtime.comm import backend_for
+from lightning_pp.runtime.engine import Engine
+from lightning_pp.runtime.flush import Flush
+from lightning_pp.runtime.gradients import GradientHold
+from lightning_pp.runtime.links import open_links
+from lightning_pp.runtime.mesh import Mesh
+from lightning_pp.runtime.planner import Cut, CutOptions, Planner
+from lightning_pp.runtime.stage import Stage
+from lightning_pp.schedule import Lowered, Schedule, build, forward_only, lower, placement_of
+
+__all__: list[str] = []
+
+
+class Pipeline:
+    """Cuts a module and holds what its steps need.
+
+    Args:
+        module: The user's module.
+        arguments: Of the strategy.
+        mesh: This process's position.
+        device: Where it computes.
+        host_group: All processes, for host memory.
+
+    Attributes:
+        ownership: Which process holds what.
+        engine: Runs jobs.
+        runner: Makes jobs.
+        gradients: Holds what the backward passes have made.
+        group: All stages of this pipeline, for device memory; None for a single one.
+    """
+
+    ownership: Ownership
+    engine: Engine
+    runner: StepRunner
+    gradients: GradientHold
+
+    def __init__(
+        self, module: LightningModule, arguments: Arguments, mesh: Mesh, device: torch.device, host_group: Any
+    ) -> None:
+        self._module = module
+        self._arguments = arguments
+        self._mesh = mesh
+        self._device = device
+        self._host_group = host_group
+        self._num_microbatches = arguments.num_microbatches(mesh.num_stages)
+        self._lowered: dict[tuple[int, bool], Lowered] = {}
+        self._placement = placement_of(self._schedule(1, training=True))
+        self.group = dist.group.WORLD if mesh.num_stages > 1 else None
+
+    def cut(
+        self,
+        name: str,
+        first_arguments: Callable[[], Sequence[Any]] | None,
+        context: Callable[[], AbstractContextManager[None]],
+        optimizers: Sequence[Optimizer],
+    ) -> None:
+        """Decide which stage runs what, by one batch of step function ``name``, and get ready to run.
+
+        Args:
+            name: ``"training_step"`` for fit.
+            first_arguments: Gives what the first call of the step function will get; None where there is no data.
+            context: The precision plugin's context for it.
+            optimizers: Whose parameters other stages may own.
+
+        Raises:
+            MisconfigurationException: The model cannot be cut as asked.
+        """
+        before = Ownership.of(self._module)
+        board = self._switched(before)
+        stages = [stage for stage, position in enumerate(self._placement) if position == self._mesh.position]
+        planner = Planner(self._module, board, stages, self._device, self._checkpointed(board))
+        if before is not None:
+            planner.adopt(name, before.cut, before.num_stages)
+            self.ownership = before
+        else:
+            with _misconfigured():
+                if first_arguments is None:
+                    planner.adopt(name, self._nothing_cut(), len(self._placement))
+                else:
+                    self._decide(planner, name, first_arguments, context)
+            assert planner.cut is not None
+            self.ownership = Ownership(self._module, board, planner.cut, self._mesh, self._placement)
+            self.ownership.release(optimizers)
+            self.ownership.mark()
+        self.ownership.to_device(self._device)
+        self._connect(board, planner)
+
+    def close(self) -> None:
+        """Let go of the channels; a model in several stages stays cut."""
+        self.engine.close()
+        if self._mesh.num_stages == 1:
+            self.ownership.unmark()
+
+    # -- deciding ---------------------------------------------------------------------------------------------------
+
+    def _switched(self, before: Ownership | None) -> Switchboard:
+        if before is not None:
+            if before.num_stages != len(self._placement):
+                raise MisconfigurationException(
+                    f"This {type(self._module).__name__} has been cut into {before.num_stages} stages by an earlier run,"
+                    f" and is now to run in {len(self._placement)}. Save a checkpoint and load it into a new module."
+                )
+            return before.board
+        with _misconfigured():
+            layers = find_layers(self._module, self._arguments.layers, ignored=(Metric,))
+        board = Switchboard(layers)
+        board.install()
+        return board
+
+    def _decide(
+        self,
+        planner: Planner,
+        name: str,
+        first_arguments: Callable[[], Sequence[Any]],
+        context: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        with preserved():
+            batch, *rest = first_arguments()
+            part = split(self._module, batch, self._num_microbatches).batches[0]
+            step = whole_step(self._module, name, part, rest, context)
+            options = CutOptions(
+                len(self._placement), self._num_microbatches, self._arguments.split, self._arguments.balance
+            )
+            trace = planner.decide(name, step, options, self._agree)
+        assert planner.cut is not None
+        if self._mesh.num_stages > 1:
+            rank_zero_info(_partition_text(self._module, trace, planner.cut))
+
+    def _agree(self, cut: Cut) -> Cut:
+        """Take rank 0's cut; complain where this process would call other layers."""
+        box = [cut]
+        if self._mesh.num_stages > 1:
+            dist.broadcast_object_list(box, src=0, group=self._host_group)
+        if box[0].calls != cut.calls:
+            raise ValueError(
+                f"Rank {self._mesh.rank} calls other layers than rank 0: {list(cut.calls)} instead of"
+                f" {list(box[0].calls)}. All processes must run the same script on the same data."
+            )
+        return box[0]
+
+    def _nothing_cut(self) -> Cut:
+        everywhere = tuple(range(len(self._placement)))
+        names = [name for name, _ in (*self._module.named_parameters(), *self._module.named_buffers())]
+        return Cut((0,) * (len(everywhere) + 1), dict.fromkeys(names, everywhere), frozenset(), ())
+
+    def _checkpointed(self, board: Switchboard) -> frozenset[str]:
+        wanted = self._arguments.activation_checkpointing
+        if not wanted:
+            return frozenset()
+        if wanted is True:
+            return frozenset(board.layers)
+        with _misconfigured():
+            matching = find_layers(self._module, wanted)
+        return frozenset(name for name, layer in board.layers.items() if layer in matching.values())
+
+    # -- connecting -------------------------------------------------------------------------------------------------
+
+    def _connect(self, board: Switchboard, planner: Planner) -> None:
+        mesh, arguments = self._mesh, self._arguments
+        backend = backend_for(self._device, arguments.process_group_backend)
+        edges = {edge for training in (True, False) for edge in self._program(self._num_microbatches, training).edges}
+        senders, receivers = open_links(mesh, edges, self._device, backend, arguments.timeout)
+        self.engine = Engine(mesh.position, self._placement, Stage(board), senders, receivers)
+        groups = tied_groups(self.ownership, mesh, arguments.timeout)
+        share_copies(self.ownership, mesh, groups, self.group)
+        self.gradients = GradientHold(self.ownership.owned(), groups)
+        flush = Flush(self.group, self._host_group, mesh.position, mesh.num_stages, self._device)
+        self.runner = StepRunner(
+            self._module,
+            planner,
+            flush,
+            self._num_microbatches,
+            self._program,
+            is_last=mesh.position == self._placement[-1],
+            device=self._device,
+            seed=self._base_seed(),
+        )
+
+    def _program(self, num_microbatches: int, training: bool) -> Lowered:
+        key = (num_microbatches, training)
+        if key not in self._lowered:
+            self._lowered[key] = lower(self._schedule(num_microbatches, training))
+        return self._lowered[key]
+
+    def _schedule(self, num_microbatches: int, training: bool) -> Schedule:
+        with _misconfigured():
+            if training:
+                return build(self._arguments.schedule, self._mesh.num_stages, num_microbatches)
+            return forward_only(self._placement, num_microbatches)
+
+    def _base_seed(self) -> int:
+        box = [int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed()))]
+        if self._mesh.num_stages > 1:
+            dist.broadcast_object_list(box, src=0, group=self._host_group)
+        return box[0]
+
+
+@contextmanager
+def _misconfigured() -> Iterator[None]:
+    """What is wrong with the user's model or arguments is a misconfiguration to Lightning."""
+    try:
+        yield
+    except ValueError as error:
+        raise MisconfigurationException(str(error)) from error
+
+
+def _partition_text(module: LightningModule, trace: Trace, cut: Cut) -> str:
+    """The partition as a small table."""
+    sizes = {name: parameter.numel() for name, parameter in module.named_parameters()}
+    lines = [f"PipelineStrategy cut {type(module).__name__} into {len(cut.bounds) - 1} stages:"]
+    for stage, (start, stop) in enumerate(zip(cut.bounds, cut.bounds[1:], strict=False)):
+        owned = sum(size for name, size in sizes.items() if stage in cut.stages_of(name, False, len(cut.bounds) - 1))
+        calls = trace.calls[start:stop]
+        span = f"{calls[0].layer} ... {calls[-1].layer}" if len(calls) > 1 else calls[0].layer
+        flops = sum(call.flops for call in calls)
+        lines.append(f"  stage {stage}: {len(calls):3d} layer calls, {owned:,} parameters, {flops:,} FLOPs, {span}")
+    return "\n".join(lines)

@@ -1,0 +1,108 @@
+"""Everything that depends on the device or the communication library; the rest of the package does not ask.
+
+Channels own their process groups, made by their two members alone. ``torch.distributed.new_group`` either needs every
+rank of the job for each pair or, with ``use_local_synchronization``, names a group by the number of groups that a rank
+has seen, which differs between the middle and the end of a pipeline. So the backends are built directly, on a part of
+the job's store that is named after the channel.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+__all__: list[str] = []
+
+
+class PeerLost(RuntimeError):
+    """The other end of a channel went away or did not answer in time."""
+
+
+def job_store() -> Any:
+    """The key-value store of the job (a private name of torch; a test tells when it moves)."""
+    return dist.distributed_c10d._get_default_store()
+
+
+def backend_for(device: torch.device, wanted: str | None = None) -> str:
+    """The name of the communication library for tensors on ``device``."""
+    return wanted or ("nccl" if device.type == "cuda" else "gloo")
+
+
+def make_group(name: str, rank: int, size: int, backend: str, timeout: timedelta) -> Any:
+    """Build a process group of ``size`` members, of which only they know; all must call with the same ``name``."""
+    store = dist.PrefixStore(f"lightning_pp/{name}", job_store())
+    if backend == "gloo":
+        return dist.ProcessGroupGloo(store, rank, size, timeout)
+    if backend == "nccl":
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        return dist.ProcessGroupNCCL(store, rank, size, options)
+    raise ValueError(f"process_group_backend={backend!r}: allowed are 'gloo' and 'nccl'.")
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until ``device`` has done all its work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+class Pending:
+    """A transfer under way; holds what must stay alive until it is done."""
+
+    __slots__ = ("_held", "_on_host", "_target", "_work")
+
+    def __init__(self, work: Any, held: Tensor, target: Tensor | None, on_host: bool) -> None:
+        self._work = work
+        self._held: Tensor | None = held
+        self._target = target
+        self._on_host = on_host
+
+    def wait(self) -> Tensor | None:
+        """Wait for the transfer (a stream waits for NCCL, the host for Gloo); returns what was received."""
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            raise PeerLost(str(error)) from error
+        if self._target is not None and self._held is not None and self._target is not self._held:
+            self._target.copy_(self._held, non_blocking=True)
+        self._held = None
+        return self._target
+
+    def is_done(self) -> bool:
+        """Whether waiting is sure to return at once (Gloo cannot tell, and says no)."""
+        return not self._on_host and bool(self._work.is_completed())
+
+
+class Peer:
+    """One end of a channel between two ranks, for tensors on one device.
+
+    Args:
+        group: A process group with exactly two members.
+        other: The other member's rank in it.
+        device: Where tensors come from and go to. Gloo moves host memory only, so tensors of another device are copied.
+        backend: ``"gloo"`` or ``"nccl"``.
+    """
+
+    def __init__(self, group: Any, other: int, device: torch.device, backend: str) -> None:
+        self._group = group
+        self._other = other
+        self._device = device
+        self._on_host = backend == "gloo"
+        self._through_host = self._on_host and device.type != "cpu"
+
+    def send(self, tensor: Tensor) -> Pending:
+        """Start to send; ``tensor`` must not be written until the result is done."""
+        held = tensor.detach().contiguous()
+        if self._through_host:
+            held = held.cpu()
+        return Pending(self._group.send([held], self._other, 0), held, None, self._on_host)
+
+    def receive(self, shape: tuple[int, ...], dtype: torch.dtype) -> Pending:
+        """Start to receive a tensor that the other end sends."""
+        target = torch.empty(shape, dtype=dtype, device=self._device)
+        held = torch.empty(shape, dtype=dtype, pin_memory=True) if self._through_host else target
+        return Pending(self._group.recv([held], self._other, 0), held, target, self._on_host)

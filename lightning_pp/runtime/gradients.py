@@ -1,0 +1,75 @@
+"""Holds the gradients a step has made until Lightning asks for them, and sums those of tied parameters.
+
+Lightning calls training_step, then zero_grad, then backward. The pipeline has run its backward passes when
+training_step returns, so what it made is taken out of ``.grad`` before zero_grad and put back in ``backward``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+__all__: list[str] = []
+
+
+class GradientHold:
+    """The gradients of one rank's parameters between two Lightning hooks.
+
+    Args:
+        parameters: The parameters this rank owns.
+        tied: ``{index into parameters: group of the stages that own it}``.
+    """
+
+    def __init__(self, parameters: Sequence[torch.nn.Parameter], tied: Mapping[int, Any]) -> None:
+        self._parameters = list(parameters)
+        self._tied = dict(tied)
+        self._before: list[Tensor | None] | None = None
+        self._held: list[Tensor | None] | None = None
+        self._tied_before: dict[int, Tensor | None] = {}
+
+    def start(self, window_start: bool, keep_old: bool) -> None:
+        """Make ``.grad`` ready for the backward passes of one batch.
+
+        Args:
+            window_start: Whether this batch is the first of an accumulation window (zero_grad follows).
+            keep_old: Whether user code looks at the old gradients in zero_grad; costs their memory meanwhile.
+        """
+        self._before = None
+        if window_start:
+            if keep_old:
+                self._before = [parameter.grad for parameter in self._parameters]
+            for parameter in self._parameters:
+                parameter.grad = None
+        # a tied gradient is summed once, so what it holds already must not be in the sum
+        self._tied_before = {index: self._parameters[index].grad for index in self._tied}
+        for index in self._tied:
+            self._parameters[index].grad = None
+
+    def finish(self, window_start: bool) -> None:
+        """Sum tied gradients over their stages; at a window's start also take everything out of ``.grad``."""
+        for index, group in self._tied.items():
+            parameter = self._parameters[index]
+            if parameter.requires_grad:
+                grad = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
+                dist.all_reduce(grad, group=group)
+                before = self._tied_before[index]
+                parameter.grad = grad if before is None else before.add_(grad)
+        if window_start:
+            self._held = [parameter.grad for parameter in self._parameters]
+            before_all = self._before or [None] * len(self._parameters)
+            for parameter, old in zip(self._parameters, before_all, strict=True):
+                parameter.grad = old
+            self._before = None
+
+    def hand_over(self) -> None:
+        """Put what was held into ``.grad``, on top of what is there."""
+        if self._held is None:
+            return
+        for parameter, new in zip(self._parameters, self._held, strict=True):
+            if new is not None:
+                parameter.grad = new if parameter.grad is None else parameter.grad.add_(new)
+        self._held = None

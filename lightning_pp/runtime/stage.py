@@ -1,0 +1,252 @@
+"""One stage's run of the user's step: earlier layers are answered, own layers compute, the next stage's first ends it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_pp.partition import tree
+from lightning_pp.partition.plan import Segment
+from lightning_pp.partition.switch import Switchboard
+from lightning_pp.partition.trace import Argument, Call, Trace, rebuild, stand_in_for
+from lightning_pp.runtime import rng
+
+__all__: list[str] = []
+
+Output = tuple[int, int]
+
+
+class StageEnd(BaseException):
+    """Leaves the user's step where the next stage takes over; a BaseException so that ``except Exception`` lets it by."""
+
+
+class ChangedStepError(RuntimeError):
+    """A step did not do what its plan says."""
+
+
+class Layout:
+    """What one stage does in a step of one signature, prepared once.
+
+    Args:
+        trace: The step.
+        segment: The stage's part of it.
+        device: Where placeholders live.
+        checkpointed: Names of layers whose activations are recomputed in the backward pass.
+        absent: ``(dict, key)`` of parameters and buffers that glue touches and this process does not hold.
+    """
+
+    def __init__(
+        self,
+        trace: Trace,
+        segment: Segment,
+        device: torch.device,
+        checkpointed: frozenset[str] = frozenset(),
+        absent: Sequence[tuple[dict[str, Any], str]] = (),
+    ) -> None:
+        self.stand_ins = [(held, key, stand_in_for(held[key], device)) for held, key in absent]
+        self.drawing = frozenset(call.layer for call in trace.calls if call.draws)
+        self.calls = trace.calls
+        self.start = segment.start
+        self.stop = segment.stop
+        self.takes = segment.takes
+        self.gives = segment.gives
+        self.is_idle = segment.start == segment.stop < len(trace.calls) or (
+            segment.start == segment.stop and bool(segment.gives)
+        )
+        self.checkpointed = checkpointed
+        self._device = device
+        self.placeholders = [self._placeholders(call) for call in self.calls[: self.start]]
+        self.orders = [_tensor_order(call) for call in self.calls]
+        given = frozenset(segment.gives)
+        self.captured = [
+            tuple(leaf for leaf in range(len(call.leaves)) if (index, leaf) in given or call.leaves[leaf].written)
+            for index, call in enumerate(self.calls[: self.stop])
+        ]
+
+    def _placeholders(self, call: Call) -> list[Tensor | None]:
+        """Shared tensors without memory; None where the step writes into them and needs real ones."""
+        return [
+            None if leaf.written else torch.zeros((), dtype=leaf.dtype, device=self._device).expand(leaf.shape)
+            for leaf in call.leaves
+        ]
+
+    def fresh(self, call: int, leaf: int) -> Tensor:
+        """A placeholder that bears being written into."""
+        spec = self.calls[call].leaves[leaf]
+        return torch.zeros(spec.shape, dtype=spec.dtype, device=self._device)
+
+
+class Frame:
+    """Answers the layer calls of one run of the step (see :data:`Handler`)."""
+
+    __slots__ = ("_board", "_cursor", "_layout", "current", "values")
+
+    def __init__(self, layout: Layout, board: Switchboard, received: list[Tensor]) -> None:
+        self._layout = layout
+        self._board = board
+        self._cursor = 0
+        self.current: str | None = None
+        self.values: dict[Output, Tensor] = dict(zip(layout.takes, received, strict=True))
+
+    def __call__(self, name: str, compute: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Compute, answer or end."""
+        layout, index = self._layout, self._cursor
+        if index >= len(layout.calls) or layout.calls[index].layer != name:
+            raise self._changed(name)
+        if index >= layout.stop:
+            raise StageEnd
+        self._cursor += 1
+        call = layout.calls[index]
+        seed = rng.layer_seed() if call.draws else None
+        if index < layout.start:
+            return self._answer(index, call, args, kwargs)
+        self.current = name
+        result = self._compute(call, seed, compute, args, kwargs)
+        self.current = None
+        if layout.captured[index]:
+            result = self._capture(index, call, result)
+        return result
+
+    def end(self) -> None:
+        """Say that the step has returned; complains about layers that it left out."""
+        if self._cursor < self._layout.stop:
+            raise self._changed(None)
+
+    def _compute(
+        self, call: Call, seed: int | None, compute: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if call.layer in self._layout.checkpointed and torch.is_grad_enabled():
+            inner = compute
+
+            def compute(*args: Any, **kwargs: Any) -> Any:
+                return checkpoint(inner, *args, use_reentrant=False, **kwargs)
+
+        with self._board.answered_by(None):
+            if seed is None:
+                return compute(*args, **kwargs)
+            return rng.seeded(seed, compute, args, kwargs)
+
+    def _answer(self, index: int, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        tensors = []
+        for leaf, placeholder in enumerate(self._layout.placeholders[index]):
+            received = self.values.get((index, leaf))
+            if received is not None:
+                tensors.append(self._handed_out((index, leaf), received, call.leaves[leaf].written))
+            else:
+                tensors.append(self._layout.fresh(index, leaf) if placeholder is None else placeholder)
+        if isinstance(call.structure, tree.Slot):
+            return tensors[0]
+        return rebuild(call.structure, tensors, tree.leaves((args, kwargs)))
+
+    def _handed_out(self, output: Output, value: Tensor, written: str | None) -> Tensor:
+        """What the user's code may get in place of ``value``, which is also to be handed on."""
+        if written is None:
+            return value
+        copy = value.clone()
+        if written == "layer":  # later stages do not run that layer again: they need what it wrote
+            self.values[output] = copy
+        return copy
+
+    def _capture(self, index: int, call: Call, result: Any) -> Any:
+        tensors, structure = tree.flatten(result)
+        order = self._layout.orders[index]
+        if len(tensors) != len(order):
+            raise ChangedStepError(
+                f"layer {call.layer!r} returned {len(tensors)} tensors where it was planned to return {len(order)}."
+            )
+        positions = {leaf: position for position, leaf in enumerate(order) if leaf is not None}
+        for leaf in self._layout.captured[index]:
+            tensor = tensors[positions[leaf]]
+            self.values[index, leaf] = tensor
+            if call.leaves[leaf].written == "glue":
+                tensors[positions[leaf]] = tensor.clone()
+        return tree.unflatten(tensors, structure)
+
+    def _changed(self, name: str | None) -> ChangedStepError:
+        calls, index = self._layout.calls, self._cursor
+        planned = f"{calls[index].layer!r}" if index < len(calls) else "the end of the step"
+        found = f"called layer {name!r}" if name else "ended"
+        return ChangedStepError(
+            f"The step {found} where {planned} was planned (layer call {index}). The order of layer calls is the order"
+            " of the pipeline: it may depend on the shapes and plain values of the batch, but not on values of tensors"
+            " or on random numbers."
+        )
+
+
+class Stage:
+    """Runs the user's step, and its backward, as one stage.
+
+    Args:
+        board: The model's switched layers.
+
+    Attributes:
+        frame: The run under way, for a failure's message.
+    """
+
+    def __init__(self, board: Switchboard) -> None:
+        self._board = board
+        self.frame: Frame | None = None
+
+    def forward(self, layout: Layout, step: Callable[[], Any], received: list[Tensor]) -> tuple[Any, list[Tensor]]:
+        """Run ``step`` as the stage that ``layout`` describes.
+
+        Returns:
+            What the step returned (None unless this stage reached the end), and the tensors to hand on.
+        """
+        self.frame = frame = Frame(layout, self._board, received)
+        result = None
+        if not layout.is_idle:
+            absent = [(held, key, held[key]) for held, key, _ in layout.stand_ins]
+            for held, key, stand_in in layout.stand_ins:
+                held[key] = stand_in
+            try:
+                with self._board.answered_by(frame):
+                    result = step()
+                frame.end()
+            except StageEnd:
+                pass
+            finally:
+                for held, key, parameter in absent:
+                    held[key] = parameter
+        gives = [frame.values[output] for output in layout.gives]
+        self.frame = None
+        return result, gives
+
+    def backward(self, layout: Layout, roots: Sequence[Any], grads: Sequence[Tensor | None]) -> None:
+        """Run autograd from ``roots``; layers that a gradient checkpoint of the user calls again draw what they drew."""
+        drawing = layout.drawing
+
+        def again(name: str, compute: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if name not in drawing:
+                return compute(*args, **kwargs)
+            return rng.seeded(rng.layer_seed(), compute, args, kwargs)
+
+        with self._board.answered_by(again):
+            torch.autograd.backward(roots, grads)  # type: ignore[arg-type]
+
+
+def _tensor_order(call: Call) -> list[int | None]:
+    """For each tensor of the layer's real output, its number in ``call.leaves``; None for a passed-through argument."""
+    order: list[int | None] = []
+    for leaf in tree.leaves(call.structure):
+        if isinstance(leaf, tree.Slot):
+            order.append(leaf.index)
+        elif isinstance(leaf, Argument) and leaf.is_tensor:
+            order.append(None)
+    return order
+
+
+def absent_tensors(model: nn.Module, names: frozenset[str]) -> list[tuple[dict[str, Any], str]]:
+    """``(dict, key)`` of every place in ``model`` that holds one of ``names`` on the meta device."""
+    named = {id(p): name for name, p in model.named_parameters()} | {id(b): name for name, b in model.named_buffers()}
+    return [
+        (held, key)
+        for module in model.modules()
+        for held in (module._parameters, module._buffers)
+        for key, tensor in held.items()
+        if tensor is not None and tensor.is_meta and named[id(tensor)] in names
+    ]

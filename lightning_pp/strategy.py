@@ -1,0 +1,394 @@
+"""The Lightning side: processes, hooks and state.
+
+What runs when is decided in ``schedule``, what is cut in ``partition``, and both are carried out by ``runtime``; this file
+says at which of Lightning's hooks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from typing import Any, Literal, TypeVar
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.fabric.utilities.types import ReduceOp
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_pp import checkpoint, checks, compat, data, failure, precision
+from lightning_pp.arguments import Arguments
+from lightning_pp.pipeline import Pipeline
+from lightning_pp.runtime.comm import backend_for, job_store
+from lightning_pp.runtime.mesh import Mesh
+
+__all__: list[str] = []
+
+_T = TypeVar("_T")
+_Context = Callable[[], AbstractContextManager[None]]
+
+
+class PipelineStrategy(ParallelStrategy):
+    """Trains a LightningModule, as it is, in pipeline stages over several processes.
+
+    Every process runs the module's own ``training_step`` with the layers of other stages switched off, on one
+    micro-batch after the other in the order of a schedule (1F1B: PipeDream-Flush, Narayanan et al. 2021,
+    arXiv:2006.09503, section 3). The result equals the run on one device.
+
+    Args:
+        stages: Pipeline depth in processes; ``"auto"`` takes all of them.
+        microbatches: Most micro-batches that a batch is cut into along dim 0; None means ``4 * stages``. A batch with
+            fewer samples gives one per sample.
+        schedule: ``"1f1b"``, ``"gpipe"``, ``"eager_1f1b"``, or the path of a CSV file (one row of ops per rank).
+        interleave: Model chunks per rank; this version has 1 only.
+        layers: What is never cut inside: classes, their import paths, or module names. None finds the blocks of
+            ``ModuleList`` and ``Sequential`` and the modules with parameters beside them.
+        split: Names of the layers that begin stages 1, 2, ...; None balances the stages.
+        balance: What stages are balanced by: ``"flops"``, ``"params"``, ``"time"`` (measured on the device) or
+            ``"memory"`` (weights, gradients, optimizer and activations in flight).
+        activation_checkpointing: True, or the classes (or their import paths or names) of the layers whose activations
+            are recomputed in the backward pass.
+        save_distributed_checkpoint: This version saves one ordinary Lightning file: False only.
+        process_group_backend: ``"gloo"`` or ``"nccl"``; None takes NCCL for CUDA devices and Gloo for others.
+        timeout: How long a rank waits for another.
+
+    Raises:
+        ValueError: An argument is out of range.
+        TypeError: An argument is of the wrong type.
+
+    Example:
+        >>> strategy = PipelineStrategy(stages=2, microbatches=8)
+        >>> strategy = PipelineStrategy(microbatches=0)
+        Traceback (most recent call last):
+        ...
+        ValueError: microbatches=0: allowed is None or an int of at least 1.
+    """
+
+    strategy_name = "pipeline"
+
+    def __init__(
+        self,
+        stages: int | Literal["auto"] = "auto",
+        microbatches: int | None = None,
+        schedule: str = "1f1b",
+        interleave: int = 1,
+        layers: Sequence[str | type[nn.Module]] | None = None,
+        split: Sequence[str] | None = None,
+        balance: Literal["flops", "params", "time", "memory"] = "flops",
+        activation_checkpointing: bool | Sequence[str | type[nn.Module]] = False,
+        save_distributed_checkpoint: bool = False,
+        process_group_backend: str | None = None,
+        timeout: timedelta = timedelta(minutes=30),
+    ) -> None:
+        super().__init__()
+        if interleave != 1:
+            raise ValueError(f"interleave={interleave}: this version has schedules with one chunk per rank; use 1.")
+        if save_distributed_checkpoint:
+            raise ValueError("save_distributed_checkpoint=True: this version saves one ordinary file; use False.")
+        self.arguments = Arguments(
+            stages, microbatches, schedule, layers, split, balance, activation_checkpointing,
+            process_group_backend, timeout,
+        )  # fmt: skip
+        self.num_nodes = 1
+        self._mesh: Mesh | None = None
+        self._pipeline: Pipeline | None = None
+        self._host_group: Any = None
+        self._has_failed = False
+
+    # -- where this process is --------------------------------------------------------------------------------------
+
+    @property
+    def mesh(self) -> Mesh:
+        """This process's position; raises before processes are connected."""
+        if self._mesh is None:
+            raise RuntimeError("The position in the pipeline is not known before the processes have been connected.")
+        return self._mesh
+
+    @property
+    def num_stages(self) -> int:
+        """Pipeline depth."""
+        return self.mesh.num_stages
+
+    @property
+    def stage_index(self) -> int:
+        """The stage that this process runs, from 0."""
+        return self.mesh.position
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """The pipeline that this process belongs to, from 0."""
+        return self.mesh.replica
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Number of pipelines side by side."""
+        return self.mesh.num_replicas
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """The cut model and what runs it; raises before ``setup``."""
+        if self._pipeline is None:
+            raise RuntimeError("The model is cut into stages when the Trainer starts to fit, validate or test.")
+        return self._pipeline
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_processes(self) -> int:
+        """Processes on this node."""
+        return len(self.parallel_devices) if self.parallel_devices is not None else 0
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether samples are spread over processes: not by stages, which all see the same batch."""
+        return self._mesh is not None and self._mesh.num_replicas > 1
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.data_parallel_size, "rank": self.data_parallel_rank}
+
+    # -- start-up ---------------------------------------------------------------------------------------------------
+
+    @override
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        if not self.cluster_environment.creates_processes_externally:
+            self._launcher = compat.script_launcher(self.cluster_environment, self.num_processes, self.num_nodes)
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        reset_seed()
+        self.set_world_ranks()
+        num_stages = self.arguments.num_stages(self.world_size)
+        assert self.cluster_environment is not None
+        backend = backend_for(self.root_device, self.arguments.process_group_backend)
+        compat.connect_processes(self.cluster_environment, backend, self.arguments.timeout, self.root_device)
+        self._mesh = Mesh(self.global_rank, num_stages, self.world_size // num_stages)
+        if self._host_group is None:
+            self._host_group = dist.group.WORLD if backend == "gloo" else dist.new_group(backend="gloo")
+        failure.reset(job_store(), self.global_rank, self._host_group)
+
+    def set_world_ranks(self) -> None:
+        """Tell the cluster environment and Lightning's rank-zero helpers who this process is."""
+        assert self.cluster_environment is not None
+        self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+        self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        rank_zero_only.rank = self.global_rank
+
+    @override
+    def setup(self, trainer: Trainer) -> None:
+        assert self.accelerator is not None
+        self.accelerator.setup(trainer)
+        module = self._module()
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        checks.check_run(trainer, module, self.num_stages)
+        self.model = self.precision_plugin.convert_module(module)
+        data.share_random_state(self._host_group, 0)
+        if fitting:
+            self.setup_optimizers(trainer)
+            checks.check_optimizers(self.optimizers, self.num_stages)
+        self._cut(trainer, module)
+        self.setup_precision_plugin()
+
+    def _cut(self, trainer: Trainer, module: LightningModule) -> None:
+        """Cut the model by the first batch that the loop will see."""
+        self._pipeline = pipeline = Pipeline(module, self.arguments, self.mesh, self.root_device, self._host_group)
+        name, loop = compat.step_and_loop(trainer)
+        loop.setup_data()
+        if name == "training_step" and compat.takes_iterator(trainer):
+            raise MisconfigurationException(
+                f"{type(module).__name__}.training_step takes `dataloader_iter`. A pipeline cuts the batch itself: take"
+                " `batch, batch_idx`."
+            )
+        combined = compat.combined_loader(loop)
+
+        def first_arguments() -> list[Any]:
+            batch = compat.prepare_batch(trainer, module, data.first_batch(combined), self.batch_to_device)
+            return compat.step_arguments(module, name, batch)
+
+        has_data = combined is not None and bool(combined.flattened)
+        pipeline.cut(name, first_arguments if has_data else None, self._contexts()[name], self.optimizers)
+        precision.clip_over_stages(
+            self.precision_plugin, pipeline.ownership.counts_here, pipeline.group, self.root_device
+        )
+        callbacks = trainer.callbacks  # type: ignore[attr-defined]
+        if self.num_stages > 1 and not any(isinstance(callback, data.SameRandomState) for callback in callbacks):
+            callbacks.insert(0, data.SameRandomState(self._host_group, 0))
+
+    @override
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        self._reset_optimizers_and_schedulers()
+        super().setup_optimizers(trainer)
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        return data.StageLoader(dataloader, self.data_parallel_rank)
+
+    @override
+    def model_to_device(self) -> None:
+        self.pipeline.ownership.to_device(self.root_device)
+
+    # -- steps ------------------------------------------------------------------------------------------------------
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        module, pipeline = self._module(), self.pipeline
+        trainer = module.trainer
+        window_start = compat.is_window_start(trainer)
+        step = pipeline.runner.prepare(
+            "training_step",
+            (*args, *kwargs.values()),
+            self.precision_plugin.train_step_context,
+            trainer.fit_loop.total_batch_idx,
+            trainer.accumulate_grad_batches,
+        )
+        pipeline.gradients.start(window_start, keep_old=compat.watches_zero_grad(trainer, module))
+        with pipeline.runner.running(step), self._explaining():
+            results = pipeline.engine.run(step.job)
+        pipeline.gradients.finish(window_start)
+        return pipeline.runner.finish(step, results)
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluate("validation_step", args, kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluate("test_step", args, kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluate("predict_step", args, kwargs)
+
+    def _evaluate(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        runner = self.pipeline.runner
+        number = compat.evaluation_batch(self._module().trainer)
+        step = runner.prepare(name, (*args, *kwargs.values()), self._contexts()[name], number)
+        with runner.running(step), self._explaining():
+            results = self.pipeline.engine.run(step.job)
+        return runner.finish(step, results)
+
+    @override
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        """Hand over the gradients that the pipeline has made, between the hooks that surround a backward pass."""
+        module = self._module()
+        self.pre_backward(closure_loss)
+        closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
+        self.pipeline.gradients.hand_over()
+        closure_loss = self.precision_plugin.post_backward(closure_loss, module)
+        self.post_backward(closure_loss)
+        return closure_loss
+
+    def _contexts(self) -> dict[str, _Context]:
+        plugin = self.precision_plugin
+        return {
+            "training_step": plugin.train_step_context,
+            "validation_step": plugin.val_step_context,
+            "test_step": plugin.test_step_context,
+            "predict_step": plugin.predict_step_context,
+        }
+
+    # -- between processes ------------------------------------------------------------------------------------------
+
+    @override
+    def barrier(self, name: str | None = None) -> None:
+        if self._host_group is not None:
+            dist.barrier(group=self._host_group)
+
+    @override
+    def broadcast(self, obj: _T, src: int = 0) -> _T:
+        box = [obj]
+        if self._host_group is not None:
+            dist.broadcast_object_list(box, src=src, group=self._host_group)
+        return box[0]
+
+    @override
+    def reduce(
+        self, tensor: Tensor | Any, group: Any | None = None, reduce_op: ReduceOp | str | None = "mean"
+    ) -> Tensor | Any:
+        """Over replicas; stages of one pipeline hold one and the same value."""
+        return tensor
+
+    @override
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        """Over replicas; with one pipeline it returns ``tensor``, as a single device does."""
+        return tensor
+
+    @override
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        votes = torch.tensor(int(decision))
+        dist.all_reduce(votes, group=self._host_group)
+        return bool(votes == self.world_size) if all else bool(votes)
+
+    # -- state ------------------------------------------------------------------------------------------------------
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The whole model on rank 0; on other ranks what they hold, the rest on the meta device."""
+        state_dict = self._module().state_dict()
+        return checkpoint.gather_state_dict(state_dict, self.pipeline.ownership.provider, self._host_group)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The whole optimizer on rank 0; on other ranks what they hold."""
+        optimizer = getattr(optimizer, "optimizer", optimizer)
+        ownership = self.pipeline.ownership
+        return checkpoint.gather_optimizer_state(
+            optimizer, lambda p: self.mesh.global_rank(ownership.first_position(p)), self._host_group
+        )
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint_: Mapping[str, Any]) -> None:
+        for optimizer, state in zip(self.optimizers, checkpoint_["optimizer_states"], strict=False):
+            checkpoint.load_optimizer_state(optimizer, state)
+
+    # -- the end ----------------------------------------------------------------------------------------------------
+
+    def _explaining(self) -> AbstractContextManager[None]:
+        return failure.explained(job_store())
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        self._has_failed = True
+        if self._mesh is not None:
+            failure.leave_note(job_store(), self.global_rank, exception)
+
+    @override
+    def teardown(self) -> None:
+        if self._pipeline is not None:
+            self._pipeline.close()
+        self.precision_plugin.teardown()
+        assert self.accelerator is not None
+        assert self.cluster_environment is not None
+        self.cluster_environment.teardown()
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()
+        if self._has_failed and dist.is_initialized():
+            # the others wait for this rank: its connections must go, so that they learn of it at once
+            self._pipeline = None
+            self._host_group = None
+            dist.destroy_process_group()
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        strategy_registry.register(cls.strategy_name, cls, description="Pipeline parallelism for an unchanged module")
+
+    def _module(self) -> LightningModule:
+        assert self.lightning_module is not None
+        return self.lightning_module
+
