@@ -70,6 +70,7 @@ class Pipeline:
         self._lowered: dict[tuple[int, bool], Lowered] = {}
         self._placement = placement_of(self._schedule(1, training=True))
         self.group = dist.group.WORLD if mesh.num_stages > 1 else None
+        self._board: Switchboard | None = None
 
     def cut(
         self,
@@ -90,7 +91,7 @@ class Pipeline:
             MisconfigurationException: The model cannot be cut as asked.
         """
         before = Ownership.of(self._module)
-        board = self._switched(before)
+        self._board = board = self._switched(before)
         stages = [stage for stage, position in enumerate(self._placement) if position == self._mesh.position]
         planner = Planner(self._module, board, stages, self._device, self._checkpointed(board))
         if before is not None:
@@ -111,8 +112,11 @@ class Pipeline:
 
     def close(self) -> None:
         """Let go of the channels; a model in several stages stays cut."""
-        self.engine.close()
-        if self._mesh.num_stages == 1:
+        if hasattr(self, "engine"):
+            self.engine.close()
+        if self._board is not None and Ownership.of(self._module) is None:
+            self._board.remove()  # it failed before it was cut
+        elif self._mesh.num_stages == 1:
             self.ownership.unmark()
 
     # -- deciding ---------------------------------------------------------------------------------------------------

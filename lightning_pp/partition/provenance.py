@@ -41,7 +41,7 @@ class Provenance(TorchDispatchMode):
     """Tracks sources while active.
 
     Attributes:
-        written: Layer outputs that glue has written into.
+        written: Layer outputs that glue, or a later layer, has written into.
         reads: ``(number of layer calls so far, where)`` for each value that Python took out of a tensor which comes
             from a layer (``.item()``, ``bool()``, a boolean index).
         draws: Whether glue drew random numbers.
@@ -107,9 +107,16 @@ class Provenance(TorchDispatchMode):
         self._outputs[_key(tensor)] = output
         self._remember_birth(tensor)
 
-    def output_at(self, tensor: Tensor) -> tuple[int, int] | None:
-        """The layer output whose storage ``tensor`` shares, if it shares one."""
-        return self._outputs.get(_key(tensor))
+    def overwrite(self, tensor: Tensor, output: tuple[int, int]) -> None:
+        """Say that a layer has written ``output`` into ``tensor``, one of its arguments."""
+        key = _key(tensor)
+        before = self._outputs.get(key)
+        if before is not None:
+            self.written.add(before)
+        if tensor.numel() * tensor.element_size() >= tensor.untyped_storage().nbytes():
+            self._sources.pop(key, None)  # nothing of the old values is left
+        self.add(tensor, frozenset([output]))
+        self._outputs[key] = output
 
     def start_calls(self, num_calls: int = 0) -> None:
         """Say how many layers have been called so far."""

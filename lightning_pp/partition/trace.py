@@ -41,7 +41,7 @@ class TraceError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Argument:
+class Argument(tree.Marker):
     """In the structure of a layer's output: the same object that was leaf number ``index`` of its arguments."""
 
     index: int
@@ -53,13 +53,12 @@ class Leaf:
     """One tensor of a layer's output.
 
     Attributes:
-        written: Who writes into it in place: None, ``"glue"`` (user code between layers, which every later stage
-            repeats) or ``"layer"``.
+        written: Whether the step writes into it in place later on.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    written: str | None = None
+    written: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +68,8 @@ class Call:
     Attributes:
         layer: The layer's name.
         structure: Its output, with :class:`tree.Slot` or :class:`Argument` in place of tensors.
-        leaves: The output's tensors.
+        leaves: The output's tensors, then those arguments that the layer wrote into, as they are afterwards.
+        writes: Which leaves of its arguments those are.
         needs: Layer outputs that its arguments were computed from by glue.
         parameters: Parameters that its arguments were computed from by glue (not its own).
         draws: Whether the layer draws random numbers.
@@ -81,6 +81,7 @@ class Call:
     layer: str
     structure: object
     leaves: tuple[Leaf, ...]
+    writes: tuple[int, ...]
     needs: frozenset[tuple[int, int]]
     parameters: frozenset[str]
     draws: bool
@@ -178,12 +179,10 @@ class _Tracer:
         self._fakes: dict[int, Tensor] = {}
         self.time_call: TimeCall | None = None
         self._calls: list[_Recording] = []
-        self._written_by_layer: set[tuple[int, int]] = set()
         self._fill = torch.Generator(device).manual_seed(0)
 
     def run(self, step: Callable[[], Any]) -> Trace:
         self._calls = []
-        self._written_by_layer = set()
         before = capture_python()
         with self.board.answered_by(self), self.provenance:
             try:
@@ -194,13 +193,12 @@ class _Tracer:
                 raise TraceError(self._failure(error)) from error
         end = self.provenance.tail.union(*(self.provenance.of(tensor) for tensor in tree.tensors_of(result)))
         self._refuse_early_reads()
-        self._refuse_mixed_writes(end)
         outputs, parameters = _split(end)
         return Trace(
             calls=tuple(self._finished(index, recording) for index, recording in enumerate(self._calls)),
             end_needs=outputs,
             end_parameters=parameters,
-            touched=frozenset(name for name in self.provenance.touched if not name.startswith(("kept:", "layer:"))),
+            touched=frozenset(name for name in self.provenance.touched if not name.startswith("kept:")),
             draws=self.provenance.draws,
             draws_python=before != capture_python(),
         )
@@ -216,11 +214,16 @@ class _Tracer:
             sources = frozenset().union(
                 *(self.provenance.of(item) for item in (*inputs, *watch.closed_over) if isinstance(item, Tensor))
             )
-            self._note_writes(name, watch, inputs)
+            writes = tuple(
+                position
+                for position, item in enumerate(inputs)
+                if isinstance(item, Tensor) and self.provenance.key(item) in watch.written
+            )
             call = Call(
                 layer=name,
                 structure=structure,
-                leaves=tuple(Leaf(tuple(tensor.shape), tensor.dtype) for tensor in tensors),
+                leaves=tuple(Leaf(tuple(t.shape), t.dtype) for t in (*tensors, *(inputs[i] for i in writes))),
+                writes=writes,
                 needs=frozenset(),
                 parameters=frozenset(),
                 draws=watch.draws,
@@ -230,9 +233,11 @@ class _Tracer:
             )
             self._calls.append(_Recording(call, sources))
             self.provenance.start_calls(len(self._calls))
-            outputs = [self._output(tensor) for tensor in tensors]
+            outputs = [self._filled(tensor.shape, tensor.dtype) for tensor in tensors]
             for leaf, output in enumerate(outputs):
                 self.provenance.add_output(output, (index, leaf))
+            for leaf, position in enumerate(writes, start=len(tensors)):
+                self.provenance.overwrite(inputs[position], (index, leaf))
             return rebuild(structure, outputs, inputs)
 
     # -- inferring a layer's output ---------------------------------------------------------------------------------
@@ -296,26 +301,12 @@ class _Tracer:
             self._fakes[id(tensor)] = fake.requires_grad_(tensor.requires_grad)
         return self._fakes[id(tensor)]
 
-    def _output(self, tensor: Tensor) -> Tensor:
-        """A real tensor in the shape of an inferred output, with nothing special among its values."""
-        filled = self._filled(tensor.shape, tensor.dtype)
-        return filled.requires_grad_(False)
-
     def _filled(self, shape: Any, dtype: torch.dtype) -> Tensor:
         if not dtype.is_floating_point:
             return torch.zeros(tuple(shape), dtype=dtype, device=self.device)
         return torch.empty(tuple(shape), dtype=dtype, device=self.device).uniform_(0.1, 1.0, generator=self._fill)
 
     # -- what cannot be cut -----------------------------------------------------------------------------------------
-
-    def _note_writes(self, name: str, watch: LayerWatch, inputs: list[Any]) -> None:
-        for tensor in tree.tensors_of(inputs):
-            if self.provenance.key(tensor) in watch.written:
-                output = self.provenance.output_at(tensor)
-                if output is not None:
-                    self._written_by_layer.add(output)
-                else:
-                    self.provenance.add(tensor, frozenset([f"layer:{name}"]))
 
     def _refuse_objects(self, name: str, structure: object) -> None:
         for leaf in tree.leaves(structure):
@@ -335,21 +326,6 @@ class _Tracer:
                     " other stages that value does not exist. Move the reading behind the last layer, or into a layer."
                 )
 
-    def _refuse_mixed_writes(self, end: frozenset[Source]) -> None:
-        for output in self.provenance.written & self._written_by_layer:
-            raise TraceError(
-                f"The output of layer {self._calls[output[0]].call.layer!r} is changed in place both by a layer and by"
-                " the code between the layers. Make one of the two out of place."
-            )
-        for recording in (*self._calls, None):
-            sources = recording.sources if recording else end
-            for source in sources:
-                if isinstance(source, str) and source.startswith("layer:"):
-                    raise TraceError(
-                        f"Layer {source[len('layer:') :]!r} changes a tensor in place that the code between the layers"
-                        " made and uses again afterwards. Use the layer's return value, or change a copy."
-                    )
-
     def _failure(self, error: Exception) -> str:
         after = f" after layer {self._calls[-1].call.layer!r}" if self._calls else ""
         return (
@@ -360,15 +336,11 @@ class _Tracer:
     def _finished(self, index: int, recording: _Recording) -> Call:
         outputs, parameters = _split(recording.sources)
         call = recording.call
+        written = self.provenance.written
         leaves = tuple(
-            Leaf(leaf.shape, leaf.dtype, self._writer((index, number))) for number, leaf in enumerate(call.leaves)
+            Leaf(leaf.shape, leaf.dtype, (index, number) in written) for number, leaf in enumerate(call.leaves)
         )
         return replace(call, leaves=leaves, needs=outputs, parameters=parameters)
-
-    def _writer(self, output: tuple[int, int]) -> str | None:
-        if output in self.provenance.written:
-            return "glue"
-        return "layer" if output in self._written_by_layer else None
 
     # -- parameters that are not here -------------------------------------------------------------------------------
 

@@ -18,8 +18,14 @@ from torch import Tensor
 __all__: list[str] = []
 
 
+class Marker:
+    """Stands for something inside a structure: a leaf, though it may be a dataclass."""
+
+    __slots__ = ()
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
-class Slot:
+class Slot(Marker):
     """Marks the place of tensor number ``index`` inside a structure."""
 
     index: int
@@ -76,7 +82,7 @@ def map_leaves(function: Callable[[Any], Any], value: object) -> Any:
     def visit(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
             return function(leaf)
-        if dataclasses.is_dataclass(leaf) and not isinstance(leaf, (type, Slot)):
+        if dataclasses.is_dataclass(leaf) and not isinstance(leaf, (type, Marker)):
             return _map_dataclass(function, leaf)
         if isinstance(leaf, Mapping):
             return _map_mapping(function, leaf)

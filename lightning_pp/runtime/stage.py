@@ -63,15 +63,16 @@ class Layout:
         self.orders = [_tensor_order(call) for call in self.calls]
         given = frozenset(segment.gives)
         self.captured = [
-            tuple(leaf for leaf in range(len(call.leaves)) if (index, leaf) in given or call.leaves[leaf].written)
+            tuple(leaf for leaf in range(len(call.leaves)) if (index, leaf) in given)
             for index, call in enumerate(self.calls[: self.stop])
         ]
+        self.rewritten = [_rewritten(call) for call in self.calls]
 
     def _placeholders(self, call: Call) -> list[Tensor | None]:
         """Shared tensors without memory; None where the step writes into them and needs real ones."""
         return [
             None if leaf.written else torch.zeros((), dtype=leaf.dtype, device=self._device).expand(leaf.shape)
-            for leaf in call.leaves
+            for leaf in call.leaves[: len(call.leaves) - len(call.writes)]
         ]
 
     def fresh(self, call: int, leaf: int) -> Tensor:
@@ -108,7 +109,7 @@ class Frame:
         result = self._compute(call, seed, compute, args, kwargs)
         self.current = None
         if layout.captured[index]:
-            result = self._capture(index, call, result)
+            result = self._capture(index, call, args, kwargs, result)
         return result
 
     def end(self) -> None:
@@ -133,25 +134,22 @@ class Frame:
     def _answer(self, index: int, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensors = []
         for leaf, placeholder in enumerate(self._layout.placeholders[index]):
-            received = self.values.get((index, leaf))
-            if received is not None:
-                tensors.append(self._handed_out((index, leaf), received, call.leaves[leaf].written))
+            value = self.values.get((index, leaf))
+            if value is not None:
+                # what the user's code may write into must not be what is handed on
+                tensors.append(value.clone() if call.leaves[leaf].written else value)
             else:
                 tensors.append(self._layout.fresh(index, leaf) if placeholder is None else placeholder)
-        if isinstance(call.structure, tree.Slot):
+        if isinstance(call.structure, tree.Slot) and not call.writes:
             return tensors[0]
-        return rebuild(call.structure, tensors, tree.leaves((args, kwargs)))
+        inputs = tree.leaves((args, kwargs))
+        for leaf, position in self._layout.rewritten[index]:
+            value = self.values.get((index, leaf))
+            if value is not None:
+                inputs[position].copy_(value)
+        return rebuild(call.structure, tensors, inputs)
 
-    def _handed_out(self, output: Output, value: Tensor, written: str | None) -> Tensor:
-        """What the user's code may get in place of ``value``, which is also to be handed on."""
-        if written is None:
-            return value
-        copy = value.clone()
-        if written == "layer":  # later stages do not run that layer again: they need what it wrote
-            self.values[output] = copy
-        return copy
-
-    def _capture(self, index: int, call: Call, result: Any) -> Any:
+    def _capture(self, index: int, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
         tensors, structure = tree.flatten(result)
         order = self._layout.orders[index]
         if len(tensors) != len(order):
@@ -159,10 +157,17 @@ class Frame:
                 f"layer {call.layer!r} returned {len(tensors)} tensors where it was planned to return {len(order)}."
             )
         positions = {leaf: position for position, leaf in enumerate(order) if leaf is not None}
+        rewritten = dict(self._layout.rewritten[index])
+        inputs = tree.leaves((args, kwargs)) if rewritten else []
         for leaf in self._layout.captured[index]:
+            written = call.leaves[leaf].written
+            if leaf in rewritten:
+                tensor = inputs[rewritten[leaf]]
+                self.values[index, leaf] = tensor.clone() if written else tensor
+                continue
             tensor = tensors[positions[leaf]]
             self.values[index, leaf] = tensor
-            if call.leaves[leaf].written == "glue":
+            if written:
                 tensors[positions[leaf]] = tensor.clone()
         return tree.unflatten(tensors, structure)
 
@@ -238,6 +243,11 @@ def _tensor_order(call: Call) -> list[int | None]:
         elif isinstance(leaf, Argument) and leaf.is_tensor:
             order.append(None)
     return order
+
+
+def _rewritten(call: Call) -> list[tuple[int, int]]:
+    """``(leaf of the call, leaf of its arguments)`` for each argument that the layer writes into."""
+    return list(enumerate(call.writes, start=len(call.leaves) - len(call.writes)))
 
 
 def absent_tensors(model: nn.Module, names: frozenset[str]) -> list[tuple[dict[str, Any], str]]:
