@@ -26,11 +26,13 @@ class StageLoader:
     loader's own.
     """
 
-    _own = frozenset({"_peeked", "loader"})
+    _own = frozenset({"_first", "_looks_ahead", "_peeked", "loader"})
 
     def __init__(self, loader: Any, replica: int) -> None:
         self.loader = loader
         self._peeked: Iterator[Any] | None = None
+        self._looks_ahead = True
+        self._first: list[Any] = []
         if int(os.environ.get("PL_SEED_WORKERS", "0")) and getattr(loader, "worker_init_fn", self) is None:
             # Lightning would seed by global rank, and two stages would augment one image differently
             loader.worker_init_fn = partial(pl_worker_init_function, rank=replica)
@@ -56,10 +58,21 @@ class StageLoader:
         return self._iterate()
 
     def _iterate(self) -> Iterator[Any]:
-        yield from self.loader
+        for batch in self.loader:
+            if self._looks_ahead and not self._first:
+                self._first.append(batch)
+            yield batch
 
     def first_batch(self) -> Any:
-        """The batch that iterating would give first; no sample is lost by looking at it."""
+        """The batch that iterating gives first; no sample is lost by looking at it."""
+        try:
+            # where a loader has no length, Lightning has already taken the first batch
+            return self._first[0] if self._first else self._look()
+        finally:
+            self._looks_ahead = False
+            self._first.clear()
+
+    def _look(self) -> Any:
         if isinstance(self.loader, DataLoader) and not isinstance(self.loader.dataset, IterableDataset):
             return _first_of_map_style(self.loader)
         if isinstance(self.loader, (list, tuple)):

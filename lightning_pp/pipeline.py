@@ -114,10 +114,11 @@ class Pipeline:
         """Let go of the channels; a model in several stages stays cut."""
         if hasattr(self, "engine"):
             self.engine.close()
-        if self._board is not None and Ownership.of(self._module) is None:
+        mark = Ownership.of(self._module)
+        if mark is None and self._board is not None:
             self._board.remove()  # it failed before it was cut
-        elif self._mesh.num_stages == 1:
-            self.ownership.unmark()
+        elif mark is not None and self._mesh.num_stages == 1:
+            mark.unmark()
 
     # -- deciding ---------------------------------------------------------------------------------------------------
 

@@ -52,7 +52,7 @@ def try_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout
     for rank in range(world_size):
         ours, theirs = _CONTEXT.Pipe(duplex=False)
         target = (theirs, rank, world_size, port, timeout, function, args, kwargs)
-        processes.append(_CONTEXT.Process(target=_rank_main, args=target, daemon=True))
+        processes.append(_CONTEXT.Process(target=_rank_main, args=target))
         processes[-1].start()
         theirs.close()
         pipes.append(ours)

@@ -127,8 +127,27 @@ class GPT(Module):
 
 
 class DropoutGPT(GPT):
+    """Tied: its tied gradient is summed in another order for every number of stages."""
+
     def __init__(self) -> None:
         super().__init__(dropout=0.2)
+
+
+class UntiedGPT(GPT):
+    """No tied weight, and plain SGD: bit for bit the same for every number of stages."""
+
+    dropout = 0.0
+
+    def __init__(self) -> None:
+        super().__init__(dropout=self.dropout)
+        self.head = nn.Linear(12, self.vocabulary, bias=False)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class UntiedDropoutGPT(UntiedGPT):
+    dropout = 0.2
 
 
 class HeadInGlueGPT(GPT):
@@ -170,6 +189,16 @@ class PaddedGPT(GPT):
 class WeightedGPT(PaddedGPT):
     def micro_batch_weight(self, micro_batch: Any) -> float:
         return float((micro_batch[1] != -100).sum())
+
+
+class PerSampleGPT(PaddedGPT):
+    """What micro-batches of one sample come to without weights: the mean over samples of each one's mean."""
+
+    def loss(self, batch: Any) -> Tensor:
+        ids, labels = batch
+        losses = F.cross_entropy(self(ids).flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="none")
+        valid = labels != -100
+        return (losses.view_as(labels).sum(1) / valid.sum(1)).mean()
 
 
 class UNet(Module):
@@ -353,7 +382,7 @@ class _Expert(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         share = self.gate(x).softmax(-1)
-        return torch.tanh(self.linear(x)) * share[:, :1] + x, (share.mean(0) ** 2).sum()
+        return torch.tanh(self.linear(x)) * share[:, :1] + x, (share**2).sum(1).mean()
 
 
 class AuxiliaryLoss(Module):
@@ -369,7 +398,7 @@ class AuxiliaryLoss(Module):
         extra = x.new_zeros(())
         for block in self.blocks:
             x, aux = block(x)
-            extra = extra + aux * len(y) / 8
+            extra = extra + aux
         return F.mse_loss(self.head(x), y) + 0.1 * extra
 
     @staticmethod
@@ -440,7 +469,7 @@ class KeepsLogits(MLP):
         return F.mse_loss(out, y)
 
 
-class CheckpointedBlocks(DropoutGPT):
+class CheckpointedBlocks(UntiedDropoutGPT):
     """Recomputes its blocks as users do it, with dropout on."""
 
     reentrant = False

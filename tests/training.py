@@ -1,11 +1,13 @@
 """Trains a module with and without the strategy and says what happened; runs inside the test processes."""
 
 import logging
+import random
 import warnings
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
@@ -26,7 +28,7 @@ class Outcome:
         outputs: What each training batch returned.
         metrics: ``callback_metrics`` after each training batch.
         final: ``callback_metrics`` at the end.
-        batches: The sum of every tensor of each batch.
+        batches: The row sums of every tensor of each batch.
         extra: What a test's own callback left.
     """
 
@@ -49,7 +51,11 @@ class Watcher(Callback):
         self.outcome.outputs.append(outputs)
         self.outcome.metrics.append({k: v.item() for k, v in trainer.callback_metrics.items()})
         tensors = batch.values() if isinstance(batch, dict) else batch
-        self.outcome.batches.append([t.double().sum().item() for t in tensors if isinstance(t, Tensor)])
+        self.outcome.batches.append([_row_sums(t) for t in tensors if isinstance(t, Tensor)])
+
+
+def _row_sums(tensor: Tensor) -> list[float]:
+    return tensor.double().reshape(len(tensor) if tensor.ndim else 1, -1).sum(1).tolist()
 
 
 def fit(
@@ -67,6 +73,8 @@ def fit(
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     if seed is not None:
         torch.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed)
     module = MODELS[name]()
     outcome = Outcome()
     options: dict[str, Any] = {"precision": "64-true", "max_epochs": 2, "accelerator": "cpu", **QUIET, **(trainer or {})}

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pp.partition import tree
+from lightning_pp.partition.calls import Trace
 from lightning_pp.partition.switch import Switchboard
-from lightning_pp.partition.trace import Trace
 
 __all__: list[str] = []
 
@@ -29,8 +29,8 @@ def call_costs(trace: Trace, board: Switchboard, balance: str) -> tuple[list[flo
         trace: The step.
         board: The layers.
         balance: ``"flops"`` (forward once, backward as often as it computes a gradient), ``"params"`` (elements),
-            ``"time"`` (seconds of forward and backward, as timed in the trace) or ``"memory"`` (bytes of weights, gradients and
-            two optimizer states; a layer called twice counts at its first call).
+            ``"time"`` (seconds of forward and backward, as timed in the trace) or ``"memory"`` (bytes of weights,
+            gradients and two optimizer states; a layer called twice counts at its first call).
     """
     saved = [float(call.saved_bytes) for call in trace.calls]
     if balance == "time":

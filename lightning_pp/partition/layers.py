@@ -55,7 +55,7 @@ def find_layers(
 
 
 def _is_found_layer(module: nn.Module, parent: nn.Module) -> bool:
-    if isinstance(module, _BLOCK_LISTS):
+    if isinstance(module, _BLOCK_LISTS) or not _has_forward(module):
         return False
     if isinstance(parent, _BLOCK_LISTS):
         return True
@@ -63,9 +63,7 @@ def _is_found_layer(module: nn.Module, parent: nn.Module) -> bool:
     return not holds_blocks and _has_parameters(module)
 
 
-def _wanted_rule(
-    model: nn.Module, wanted: Sequence[str | type[nn.Module]]
-) -> Callable[[nn.Module, nn.Module], bool]:
+def _wanted_rule(model: nn.Module, wanted: Sequence[str | type[nn.Module]]) -> Callable[[nn.Module, nn.Module], bool]:
     matches: set[int] = set()
     for entry in wanted:
         found = _matching(model, entry)
@@ -81,7 +79,8 @@ def _wanted_rule(
     def is_layer(module: nn.Module, parent: nn.Module) -> bool:
         if id(module) in matches:
             return True
-        return not any(id(inner) in matches for inner in module.modules()) and _has_parameters(module)
+        holds_matches = any(id(inner) in matches for inner in module.modules())
+        return not holds_matches and _has_parameters(module) and _has_forward(module)
 
     return is_layer
 
@@ -89,6 +88,11 @@ def _wanted_rule(
 def _matching(model: nn.Module, entry: str | type[nn.Module]) -> set[int]:
     named = dict(model.named_modules())
     if isinstance(entry, str) and entry in named and entry:
+        if not _has_forward(named[entry]):
+            raise ValueError(
+                f"layers=[{entry!r}]: {entry!r} is a {type(named[entry]).__name__}, which is never called itself. Name"
+                f" what it holds: {', '.join(f'{entry}.{name}' for name, _ in named[entry].named_children())}."
+            )
         return {id(named[entry])}
     cls = _import_class(entry) if isinstance(entry, str) else entry
     return {id(module) for module in model.modules() if cls is not None and isinstance(module, cls)} - {id(model)}
@@ -101,6 +105,10 @@ def _import_class(path: str) -> type | None:
     except ImportError:
         return None
     return found if isinstance(found, type) else None
+
+
+def _has_forward(module: nn.Module) -> bool:
+    return "forward" in module.__dict__ or type(module).forward is not nn.Module.forward
 
 
 def _has_parameters(module: nn.Module) -> bool:

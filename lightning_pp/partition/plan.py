@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from torch import nn
 
 from lightning_pp.partition.balance import balanced_cut
-from lightning_pp.partition.trace import Trace, TraceError
+from lightning_pp.partition.calls import Trace, TraceError
 
 __all__: list[str] = []
 
@@ -37,7 +37,7 @@ def segments(trace: Trace, bounds: Sequence[int]) -> tuple[Segment, ...]:
     last = len(bounds) - 2
     return tuple(
         Segment(start, stop, live[start] if stage else (), live[stop] if stage < last else ())
-        for stage, (start, stop) in enumerate(zip(bounds, bounds[1:], strict=False))
+        for stage, (start, stop) in enumerate(pairwise(bounds))
     )
 
 
@@ -59,7 +59,7 @@ def owners(trace: Trace, bounds: Sequence[int], held: Mapping[str, Sequence[str]
         for name in names:
             stages.setdefault(name, set()).add(stage)
 
-    for stage, (start, stop) in enumerate(zip(bounds, bounds[1:], strict=False)):
+    for stage, (start, stop) in enumerate(pairwise(bounds)):
         for call in trace.calls[start:stop]:
             need(held[call.layer], stage)
             need(call.parameters, stage)

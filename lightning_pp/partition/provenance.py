@@ -6,35 +6,48 @@ inputs on to its outputs. Sources are kept per storage, so views and in-place wr
 
 from __future__ import annotations
 
+import os
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_pp.partition import tree
+from lightning_pp.partition import operators, tree
+from lightning_pp.partition.calls import TraceError
+from lightning_pp.partition.operators import storage_key
 
 __all__: list[str] = []
 
-#: a layer output ``(call, leaf)``, or the name of a parameter or buffer that glue touches itself
+#: a layer output ``(call, leaf)``, the name of a parameter or buffer that glue touches itself, or ``kept:`` and the
+#: storage key of a value that an earlier run of the step has kept
 Source = tuple[int, int] | str
 
-_PACKAGE = str(Path(__file__).parents[1])
-_TORCH = str(Path(torch.__file__).parent)
-_NOTHING: frozenset[Source] = frozenset()
+KEPT = "kept:"
+NOTHING: frozenset[Source] = frozenset()
 
-#: operators whose result depends on the shape, dtype and device of their input but not on its values
-_VALUE_FREE = frozenset(
-    f"{kind}_{how}"
-    for kind, how in (
-        *(("new", how) for how in ("zeros", "ones", "empty", "full", "empty_strided")),
-        *((kind, "like") for kind in ("zeros", "ones", "empty", "full", "rand", "randn", "randint")),
-    )
-)
+_OTHERS_CODE = tuple(str(path) + os.sep for path in (Path(__file__).parents[1], Path(torch.__file__).parent))
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """A value that Python took out of a tensor (``.item()``, ``bool()``, a boolean index, ``.numpy()``).
+
+    Attributes:
+        num_calls: Number of layer calls before it.
+        where: The user's line.
+        sources: What the tensor was computed from.
+    """
+
+    num_calls: int
+    where: str
+    sources: frozenset[Source]
 
 
 class Provenance(TorchDispatchMode):
@@ -42,24 +55,26 @@ class Provenance(TorchDispatchMode):
 
     Attributes:
         written: Layer outputs that glue, or a later layer, has written into.
-        reads: ``(number of layer calls so far, where)`` for each value that Python took out of a tensor which comes
-            from a layer (``.item()``, ``bool()``, a boolean index).
+        reads: Values of layers, of parameters or of an earlier run that Python has seen.
         draws: Whether glue drew random numbers.
         tail: What the operations since the last layer call used.
         touched: Names of parameters and buffers that glue used in any way, if only for their dtype.
+        aside: By storage key, the layer that made a tensor which lives on without having been returned.
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.num_calls = 0
         self.touched: set[str] = set()
-        self.tail: frozenset[Source] = _NOTHING
+        self.tail = NOTHING
         self.written: set[tuple[int, int]] = set()
-        self.reads: list[tuple[int, str]] = []
+        self.reads: list[Read] = []
         self.draws = False
+        self.aside: dict[int, str] = {}
         self._paused = False
         self._sources: dict[int, frozenset[Source]] = {}
         self._outputs: dict[int, tuple[int, int]] = {}
+        self._parameters: dict[int, str] = {}
         self._born: set[int] = set()
         self._alive: list[Tensor] = []  # a storage that dies would lend its key to another
         self._undo: list[tuple[Tensor, Tensor]] = []
@@ -69,21 +84,21 @@ class Provenance(TorchDispatchMode):
         if self._paused:
             return func(*args, **kwargs)
         inputs = tree.tensors_of((args, kwargs))
-        sources = _NOTHING.union(*(self.of(tensor) for tensor in inputs))
-        self.touched.update(source for source in sources if isinstance(source, str))
-        if func.overloadpacket.__name__ in _VALUE_FREE:
-            sources = _NOTHING
+        sources = NOTHING.union(*(self.of(tensor) for tensor in inputs))
+        self._use(inputs, sources)
+        for tensor in operators.values_read(func, args, kwargs):
+            self._read(tensor)
+        if operators.is_value_free(func):
+            sources = NOTHING
         self.tail |= sources
-        if any(isinstance(source, tuple) for source in sources) and reads_values(func):
-            self.reads.append((self.num_calls, _user_line()))
-        self.draws = self.draws or draws_random(func, args, kwargs)
-        targets = written_arguments(func, args, kwargs)
+        self.draws = self.draws or operators.draws_random(func, args, kwargs)
+        targets = operators.written_arguments(func, args, kwargs)
         for tensor in targets:
             self._before_write(tensor)
         result = func(*args, **kwargs)
-        keys = {_key(tensor) for tensor in inputs}
+        keys = {storage_key(tensor) for tensor in inputs}
         for tensor in tree.tensors_of(result):
-            if _key(tensor) not in keys or func is torch.ops.aten.lift_fresh.default:
+            if storage_key(tensor) not in keys or func is torch.ops.aten.lift_fresh.default:
                 self._remember_birth(tensor)
             self.add(tensor, sources)
         for tensor in targets:
@@ -92,24 +107,30 @@ class Provenance(TorchDispatchMode):
 
     def of(self, tensor: Tensor) -> frozenset[Source]:
         """The sources of ``tensor``."""
-        return self._sources.get(_key(tensor), _NOTHING)
+        return self._sources.get(storage_key(tensor), NOTHING)
 
     def add(self, tensor: Tensor, sources: frozenset[Source]) -> None:
         """Say that ``tensor`` comes (also) from ``sources``."""
         if sources:
-            key = _key(tensor)
-            self._sources[key] = self._sources.get(key, _NOTHING) | sources
+            key = storage_key(tensor)
+            self._sources[key] = self._sources.get(key, NOTHING) | sources
             self._alive.append(tensor)
+
+    def add_parameter(self, tensor: Tensor, name: str, is_buffer: bool) -> None:
+        """Say that ``tensor`` *is* the parameter or buffer ``name``."""
+        self.add(tensor, frozenset([name]))
+        if not is_buffer:
+            self._parameters[storage_key(tensor)] = name
 
     def add_output(self, tensor: Tensor, output: tuple[int, int]) -> None:
         """Say that ``tensor`` *is* the layer output ``(call, leaf)``."""
         self.add(tensor, frozenset([output]))
-        self._outputs[_key(tensor)] = output
+        self._outputs[storage_key(tensor)] = output
         self._remember_birth(tensor)
 
     def overwrite(self, tensor: Tensor, output: tuple[int, int]) -> None:
         """Say that a layer has written ``output`` into ``tensor``, one of its arguments."""
-        key = _key(tensor)
+        key = storage_key(tensor)
         before = self._outputs.get(key)
         if before is not None:
             self.written.add(before)
@@ -121,7 +142,7 @@ class Provenance(TorchDispatchMode):
     def start_calls(self, num_calls: int = 0) -> None:
         """Say how many layers have been called so far."""
         self.num_calls = num_calls
-        self.tail = _NOTHING
+        self.tail = NOTHING
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -132,6 +153,18 @@ class Provenance(TorchDispatchMode):
         finally:
             self._paused = before
 
+    @contextmanager
+    def seeing_conversions(self) -> Iterator[None]:
+        """See ``.numpy()`` and ``.tolist()`` as well, which read values without any operator."""
+        names = ("numpy", "tolist")
+        for name in names:
+            setattr(Tensor, name, self._watched(getattr(Tensor, name)))
+        try:
+            yield
+        finally:
+            for name in names:
+                delattr(Tensor, name)  # torch's own lies in a base class
+
     def undo_writes(self) -> None:
         """Give every tensor that existed before, and was written into, its old values back."""
         with torch.no_grad():
@@ -139,101 +172,99 @@ class Provenance(TorchDispatchMode):
                 tensor.detach().copy_(before)
         self._undo.clear()
 
-    def next_run(self) -> dict[int, frozenset[Source]]:
+    def next_run(self) -> dict[int, frozenset[tuple[int, int]]]:
         """Forget all layer outputs, for a second run of the same step.
 
         Returns:
-            What was forgotten, by storage key (see :meth:`key`): sources of values that the first run may have kept.
+            What was forgotten, by storage key: sources of values that the first run may have kept.
         """
-        kept = {}
+        forgotten = {}
         for key, sources in self._sources.items():
-            outputs = frozenset(source for source in sources if isinstance(source, tuple))
+            outputs = outputs_of(sources)
             if outputs:
-                kept[key] = outputs
-                self._sources[key] = sources - outputs | {f"kept:{key}"}
+                forgotten[key] = outputs
+                self._sources[key] = sources - outputs | {f"{KEPT}{key}"}
         self._outputs.clear()
         self.start_calls()
         self.reads.clear()
-        return kept
+        return forgotten
 
-    @staticmethod
-    def key(tensor: Tensor) -> int:
-        """The identity of a tensor's storage while it lives."""
-        return _key(tensor)
+    def keep_alive(self, tensor: Tensor) -> None:
+        """Keep the storage of ``tensor``, and with it its key, until the trace is over."""
+        self._alive.append(tensor)
+
+    def refuse_aside(self, tensor: Tensor, user: str) -> None:
+        """Complain about a use of ``tensor`` where it is one that a layer made and did not return."""
+        if isinstance(tensor, FakeTensor):
+            name = self.aside.get(storage_key(tensor))
+            layer = "a layer" if name is None else f"layer {name!r}"
+            raise TraceError(
+                f"{user} uses a tensor that {layer} has put aside (in an attribute, a list or another object) instead"
+                f" of returning it: {user_line()}. It would be missing, or stale, on the other stages. Return it from"
+                " the layer's forward."
+            )
+
+    def _use(self, inputs: list[Tensor], sources: frozenset[Source]) -> None:
+        for tensor in inputs:
+            self.refuse_aside(tensor, "The step")
+        self.touched.update(source for source in sources if isinstance(source, str) and not source.startswith(KEPT))
+
+    def _read(self, tensor: Tensor) -> None:
+        sources = self.of(tensor)
+        if sources:
+            self.reads.append(Read(self.num_calls, user_line(), sources))
+
+    def _watched(self, convert: Callable[..., Any]) -> Callable[..., Any]:
+        def converted(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if not self._paused:
+                sources = self.of(tensor)
+                self._use([tensor], sources)
+                self._read(tensor)
+                self.tail |= sources
+            return convert(tensor, *args, **kwargs)
+
+        return converted
 
     def _before_write(self, tensor: Tensor) -> None:
-        output = self._outputs.get(_key(tensor))
+        key = storage_key(tensor)
+        if key in self._parameters:
+            raise TraceError(
+                f"The step writes into parameter {self._parameters[key]!r}: {user_line()}. Each stage holds some of the"
+                " parameters and runs a part of the step, so they would not all be changed. Do it in a hook such as"
+                " on_train_batch_end, for the parameters that are not on the meta device."
+            )
+        output = self._outputs.get(key)
         if output is not None:
             self.written.add(output)
-        if _key(tensor) not in self._born:
+        if key not in self._born:
             self._undo.append((tensor, tensor.detach().clone()))
             self._alive.append(tensor)
 
     def _remember_birth(self, tensor: Tensor) -> None:
-        self._born.add(_key(tensor))
+        self._born.add(storage_key(tensor))
         self._alive.append(tensor)
 
 
-class LayerWatch(TorchDispatchMode):
-    """Sees what happens inside one layer while its shapes are inferred.
-
-    Attributes:
-        draws: Whether it drew random numbers.
-        written: Keys of the storages it wrote into.
-        closed_over: Real tensors it used that were not among its arguments.
-    """
-
-    def __init__(self, is_fake: Any) -> None:
-        super().__init__()
-        self.draws = False
-        self.written: set[int] = set()
-        self.closed_over: list[Tensor] = []
-        self._is_fake = is_fake
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        self.draws = self.draws or draws_random(func, args, kwargs)
-        self.written.update(_key(tensor) for tensor in written_arguments(func, args, kwargs))
-        self.closed_over += [tensor for tensor in tree.tensors_of((args, kwargs)) if not self._is_fake(tensor)]
-        return func(*args, **kwargs)
+def outputs_of(sources: frozenset[Source]) -> frozenset[tuple[int, int]]:
+    """The layer outputs among ``sources``."""
+    return frozenset(source for source in sources if isinstance(source, tuple))
 
 
-def draws_random(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether this operator draws from a default generator."""
-    if torch.Tag.nondeterministic_seeded not in func.tags:
-        return False
-    arguments = {spec.name: value for spec, value in zip(func._schema.arguments, args, strict=False)} | kwargs
-    # attention kernels carry the tag even where nothing is dropped
-    return arguments.get("dropout_p", 1.0) != 0.0 and arguments.get("generator") is None
+def names_of(sources: frozenset[Source]) -> frozenset[str]:
+    """The parameters and buffers among ``sources``."""
+    return frozenset(source for source in sources if isinstance(source, str) and not source.startswith(KEPT))
 
 
-def reads_values(func: Any) -> bool:
-    """Whether this operator hands values of a tensor to Python, or lets them decide a shape."""
-    return torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags
+def kept_of(sources: frozenset[Source]) -> frozenset[int]:
+    """The storage keys of values kept from an earlier run among ``sources``."""
+    return frozenset(
+        int(source[len(KEPT) :]) for source in sources if isinstance(source, str) and source.startswith(KEPT)
+    )
 
 
-def written_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """The tensors that this operator writes into."""
-    schema = func._schema
-    if not schema.is_mutable:
-        return []
-    written: list[Tensor] = []
-    for position, spec in enumerate(schema.arguments):
-        if spec.alias_info is not None and spec.alias_info.is_write:
-            value = args[position] if position < len(args) else kwargs.get(spec.name)
-            written += tree.tensors_of(value)
-    return written
-
-
-def _key(tensor: Tensor) -> int:
-    try:
-        return tensor.untyped_storage()._cdata
-    except (NotImplementedError, RuntimeError):  # a wrapper subclass has no storage of its own
-        return id(tensor)
-
-
-def _user_line() -> str:
+def user_line() -> str:
+    """The line of the user's code that is being run."""
     for frame in reversed(traceback.extract_stack()):
-        if not frame.filename.startswith((_PACKAGE, _TORCH)):
+        if not frame.filename.startswith(_OTHERS_CODE):
             return f"{frame.filename}:{frame.lineno}: {frame.line}"
     return "an unknown line"

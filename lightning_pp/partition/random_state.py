@@ -19,14 +19,16 @@ RandomState = tuple[Tensor, Tensor | None, Any, Any]
 
 def capture() -> RandomState:
     """The states as they are now."""
-    device = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+    is_used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    device = torch.cuda.get_rng_state() if is_used else None
     return torch.get_rng_state(), device, *capture_python()
 
 
 def capture_python() -> tuple[Any, Any]:
     """Python's and numpy's states, comparable with ``==``."""
-    name, keys, *rest = numpy.random.get_state()  # type: ignore[misc]
-    return random.getstate(), (name, keys.tobytes(), *rest)  # type: ignore[union-attr]
+    state: Any = numpy.random.get_state()
+    name, keys, *rest = state
+    return random.getstate(), (name, keys.tobytes(), *rest)
 
 
 def restore(state: RandomState, host_only: bool = False) -> None:

@@ -7,6 +7,7 @@ again in the backward pass (gradient checkpointing) arrive here too, which a rep
 
 from __future__ import annotations
 
+import copyreg
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -79,14 +80,21 @@ class _Switched:
             return compute(*args, **kwargs)
         return handler(switch.name, compute, args, kwargs)
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Keep the switched class from the registry that the layer's own class may keep of its subclasses."""
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copies and pickles are the user's plain layer: no part of the pipeline leaves the process."""
+        reduced: Any = super().__reduce_ex__(protocol)
+        if isinstance(reduced, str):
+            return reduced
+        function, args, *rest = reduced
         plain = type(self).__mro__[2]
-        _, args, state, *rest = super().__reduce_ex__(protocol)
         args = tuple(plain if arg is type(self) else arg for arg in args)
-        if isinstance(state, dict):
-            state = {key: item for key, item in state.items() if key != _ATTRIBUTE}
-        return (_new, args, state, *rest)
+        if rest and isinstance(rest[0], dict):
+            rest[0] = {key: item for key, item in rest[0].items() if key != _ATTRIBUTE}
+        # pickle would complain that copyreg's function makes another class than the object's
+        return (_new if function is copyreg.__newobj__ else function, args, *rest)  # type: ignore[attr-defined]
 
 
 def _new(cls: type, *args: Any) -> Any:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch.utils._pytree as pytree
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 __all__: list[str] = []
 
@@ -66,8 +67,20 @@ def unflatten(tensors: list[Tensor], structure: object) -> Any:
 
 def leaves(value: object) -> list[Any]:
     """All leaves of ``value``, tensors and others, in the order of :func:`flatten`."""
+    if isinstance(value, Tensor):
+        return [value]
     found: list[Any] = []
-    map_leaves(found.append, value)
+    for leaf in pytree.tree_leaves(value):
+        if isinstance(leaf, Tensor):
+            found.append(leaf)
+        elif _is_dataclass(leaf):
+            for name in _field_names(leaf):
+                found += leaves(getattr(leaf, name))
+        elif isinstance(leaf, Mapping):
+            for item in leaf.values():
+                found += leaves(item)
+        else:
+            found.append(leaf)
     return found
 
 
@@ -76,34 +89,49 @@ def tensors_of(value: object) -> list[Tensor]:
     return [leaf for leaf in leaves(value) if isinstance(leaf, Tensor)]
 
 
+def is_leaf(value: object) -> bool:
+    """Whether there is nothing inside ``value`` to take apart."""
+    found = leaves(value)
+    return len(found) == 1 and found[0] is value
+
+
 def map_leaves(function: Callable[[Any], Any], value: object) -> Any:
     """Apply ``function`` to every leaf and rebuild the containers with their own types."""
 
     def visit(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
             return function(leaf)
-        if dataclasses.is_dataclass(leaf) and not isinstance(leaf, (type, Marker)):
+        if _is_dataclass(leaf):
             return _map_dataclass(function, leaf)
         if isinstance(leaf, Mapping):
             return _map_mapping(function, leaf)
+        if isinstance(leaf, PackedSequence):  # its own __new__ bears nothing but tensors
+            return tuple.__new__(PackedSequence, [map_leaves(function, item) for item in leaf])
         return function(leaf)
 
-    return pytree.tree_map(visit, value)
+    return pytree.tree_map(visit, value, is_leaf=lambda item: isinstance(item, PackedSequence))
+
+
+def _is_dataclass(leaf: object) -> bool:
+    return dataclasses.is_dataclass(leaf) and not isinstance(leaf, (type, Marker))
+
+
+def _field_names(value: Any) -> list[str]:
+    return [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
 
 
 def _map_dataclass(function: Callable[[Any], Any], value: Any) -> Any:
     new = copy.copy(value)
-    for field in dataclasses.fields(value):
-        if hasattr(value, field.name):
-            # a frozen dataclass refuses setattr, and its copy is ours alone
-            object.__setattr__(new, field.name, map_leaves(function, getattr(value, field.name)))
+    for name in _field_names(value):
+        # a frozen dataclass refuses setattr, and its copy is ours alone
+        object.__setattr__(new, name, map_leaves(function, getattr(value, name)))
     return new
 
 
 def _map_mapping(function: Callable[[Any], Any], value: Any) -> Any:
     items = {key: map_leaves(function, item) for key, item in value.items()}
-    new = copy.copy(value)
     try:
+        new = copy.copy(value)
         for key, item in items.items():
             new[key] = item
     except TypeError:  # a read-only mapping: the plain dict carries the same keys

@@ -7,22 +7,21 @@ shapes are new; only then a header travels in front of it. So in the steady stat
 from __future__ import annotations
 
 import json
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_pp.runtime.comm import Peer, Pending
+from lightning_pp.runtime.comm import Peer, PeerLost, Pending
+from lightning_pp.runtime.window import WINDOW
 
 __all__: list[str] = []
 
 #: receives posted ahead of the one being waited for
 DEPTH = 2
-#: sends that may be under way before the oldest is waited for
-WINDOW = 4
 
 _DTYPES = {
     str(dtype): dtype
@@ -56,6 +55,12 @@ class Spec:
 
 
 Specs = tuple[Spec, ...]
+Message = tuple[int, int]
+"""``(receiving stage, micro-batch)``."""
+Known = Callable[[Message], "Specs | None"]
+"""What is known of a message's specs by now."""
+Learn = Callable[[Message, Specs], None]
+"""Told the specs that came as a header with a message."""
 
 
 def gradient_specs(specs: Specs) -> Specs:
@@ -63,93 +68,143 @@ def gradient_specs(specs: Specs) -> Specs:
     return tuple(Spec(spec.shape, spec.dtype, False) for spec in specs if spec.requires_grad)
 
 
-class Sender:
-    """The sending end of an edge."""
+@dataclass(frozen=True, slots=True)
+class Label:
+    """How an end of a channel speaks of it in errors.
 
-    def __init__(self, peer: Peer, header_peer: Peer) -> None:
+    Attributes:
+        carries: ``"activation"`` or ``"gradient"``.
+        other: Global rank of the other end.
+    """
+
+    carries: str = "message"
+    other: int = -1
+
+
+class Sender:
+    """The sending end of an edge.
+
+    Attributes:
+        window: Messages that may be under way before the oldest is waited for (see :mod:`.window`).
+    """
+
+    def __init__(self, peer: Peer, header_peer: Peer, label: Label | None = None) -> None:
+        self.window = WINDOW
         self._peer = peer
         self._header_peer = header_peer
-        self._under_way: deque[Pending] = deque()
+        self._label = label or Label()
+        self._under_way: deque[tuple[Message, list[Pending]]] = deque()
 
-    def send_header(self, specs: Specs) -> None:
-        """Tell the other end what the next message looks like."""
-        text = json.dumps([[spec.shape, str(spec.dtype), spec.requires_grad] for spec in specs]).encode()
-        body = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        self._keep(self._header_peer.send(torch.tensor([body.numel()], dtype=torch.int64)))
-        self._keep(self._header_peer.send(body))
-
-    def send(self, tensors: Sequence[Tensor]) -> None:
-        """Start to send one message; returns before it has arrived."""
-        for tensor in tensors:
-            if tensor.numel():
-                self._keep(self._peer.send(tensor))
-
-    def _keep(self, pending: Pending) -> None:
+    def send(self, message: Message, tensors: Sequence[Tensor], header: Specs | None = None) -> None:
+        """Start to send one message, behind a header where its specs are news; returns before it has arrived."""
+        parts = [] if header is None else self._send_header(header)
+        parts += [self._peer.send(tensor) for tensor in tensors if tensor.numel()]
+        if not parts:
+            return
         under_way = self._under_way
-        under_way.append(pending)
-        while under_way and (len(under_way) > WINDOW or under_way[0].is_done()):
-            under_way.popleft().wait()
+        under_way.append((message, parts))
+        while under_way and (len(under_way) > self.window or all(part.is_done() for part in under_way[0][1])):
+            self._wait()
 
     def finish(self) -> None:
         """Wait until everything has been sent."""
         while self._under_way:
-            self._under_way.popleft().wait()
+            self._wait()
+
+    def _send_header(self, specs: Specs) -> list[Pending]:
+        text = json.dumps([[spec.shape, str(spec.dtype), spec.requires_grad] for spec in specs]).encode()
+        body = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        length = torch.tensor([body.numel()], dtype=torch.int64)
+        return [self._header_peer.send(length), self._header_peer.send(body)]
+
+    def _wait(self) -> None:
+        """Wait for the oldest message."""
+        message, parts = self._under_way.popleft()
+        start = time.monotonic()
+        try:
+            for part in parts:
+                part.wait()
+        except PeerLost as error:
+            label, waited = self._label, time.monotonic() - start
+            raise PeerLost(
+                f"waited {waited:.1f} s for rank {label.other} to take the {label.carries} of micro-batch {message[1]}:"
+                f" {error}"
+            ) from error
 
 
 class Receiver:
     """The receiving end of an edge."""
 
-    def __init__(self, peer: Peer, header_peer: Peer) -> None:
+    def __init__(self, peer: Peer, header_peer: Peer, label: Label | None = None) -> None:
         self._peer = peer
         self._header_peer = header_peer
-        self._expected: deque[tuple[Any, Callable[[], Specs | None]]] = deque()
-        self._posted: deque[tuple[Any, list[Pending | Tensor]]] = deque()
-        self._early: dict[Any, list[Pending | Tensor]] = {}
-        self._device = peer._device
+        self._label = label or Label()
+        self._expected: deque[Message] = deque()
+        self._posted: deque[tuple[Message, list[Pending | Tensor]]] = deque()
+        self._early: dict[Message, list[Pending | Tensor]] = {}
+        self._known: Known = lambda message: None
+        self._learn: Learn | None = None
 
-    def expect(self, messages: Sequence[tuple[Any, Callable[[], Specs | None]]]) -> None:
-        """Say what will come, in order: ``(key, what is known of its specs by then)``; starts to receive ahead."""
+    def expect(self, messages: Sequence[Message], known: Known, learn: Learn | None = None) -> None:
+        """Say what will come, in order, and start to receive ahead; all that was said before has been taken.
+
+        Args:
+            messages: The messages of one batch.
+            known: What is known of a message; None says that it comes with a header.
+            learn: Is told what a header says; None where no message has one.
+        """
+        assert not self._expected, "the batch before has not been taken"
+        assert not self.num_waiting, "the batch before has not been taken"
+        self._known, self._learn = known, learn
         self._expected.extend(messages)
-        self._post(DEPTH)
+        self._post(DEPTH, may_wait=False)
 
-    def take(self, key: Any, learn: Callable[[Specs], None]) -> list[Tensor]:
-        """Wait for the message ``key``; ``learn`` is told the specs where a header came with it."""
-        while key not in self._early:
-            if not self._posted:
-                self._post(1, learn)
-            first, parts = self._posted.popleft()
-            self._early[first] = parts
-        parts = self._early.pop(key)
-        tensors = [part if isinstance(part, Tensor) else part.wait() for part in parts]
-        self._post(DEPTH)
-        return tensors  # type: ignore[return-value]
+    def take(self, message: Message) -> list[Tensor]:
+        """Wait for ``message`` and for no other, and post the next ones."""
+        start = time.monotonic()
+        try:
+            while message not in self._early:
+                if not self._posted:
+                    self._post(1, may_wait=True)
+                first, parts = self._posted.popleft()
+                self._early[first] = parts
+            parts = self._early.pop(message)
+            tensors = [part if isinstance(part, Tensor) else part.wait() for part in parts]
+            self._post(DEPTH, may_wait=False)
+        except PeerLost as error:
+            label, waited = self._label, time.monotonic() - start
+            raise PeerLost(
+                f"waited {waited:.1f} s for the {label.carries} of micro-batch {message[1]} from rank {label.other}:"
+                f" {error}"
+            ) from error
+        return tensors
 
     @property
     def num_waiting(self) -> int:
         """Messages that are posted or have come early: the buffers this edge holds."""
         return len(self._posted) + len(self._early)
 
-    def _post(self, depth: int, learn: Callable[[Specs], None] | None = None) -> None:
+    def _post(self, depth: int, may_wait: bool) -> None:
+        """Post receives until ``depth`` are; one whose header is yet to come only if we ``may_wait`` for that."""
         while self._expected and len(self._posted) < depth:
-            key, known = self._expected[0]
-            specs = known()
+            message = self._expected[0]
+            specs = self._known(message)
             if specs is None:
-                if learn is None:
+                if not may_wait:
                     return
+                assert self._learn is not None, f"no header was expected with {message}"
                 specs = self._receive_header()
-                learn(specs)
+                self._learn(message, specs)
             self._expected.popleft()
-            self._posted.append((key, [self._start(spec) for spec in specs]))
+            self._posted.append((message, [self._start(spec) for spec in specs]))
 
     def _start(self, spec: Spec) -> Pending | Tensor:
         if spec.is_empty:
-            return torch.empty(spec.shape, dtype=spec.dtype, device=self._device)
+            return torch.empty(spec.shape, dtype=spec.dtype, device=self._peer.device)
         return self._peer.receive(spec.shape, spec.dtype)
 
     def _receive_header(self) -> Specs:
         length = self._header_peer.receive((1,), torch.int64).wait()
-        assert length is not None
         body = self._header_peer.receive((int(length.item()),), torch.uint8).wait()
-        assert body is not None
         entries = json.loads(bytes(body.tolist()))
         return tuple(Spec(tuple(shape), _DTYPES[dtype], grad) for shape, dtype, grad in entries)

@@ -18,7 +18,7 @@ from torch import Tensor
 __all__: list[str] = []
 
 
-class PeerLost(RuntimeError):
+class PeerLost(RuntimeError):  # noqa: N818 - says what happened, as a peer's end is not an error of this rank
     """The other end of a channel went away or did not answer in time."""
 
 
@@ -34,7 +34,7 @@ def backend_for(device: torch.device, wanted: str | None = None) -> str:
 
 def make_group(name: str, rank: int, size: int, backend: str, timeout: timedelta) -> Any:
     """Build a process group of ``size`` members, of which only they know; all must call with the same ``name``."""
-    store = dist.PrefixStore(f"lightning_pp/{name}", job_store())
+    store = dist.distributed_c10d.PrefixStore(f"lightning_pp/{name}", job_store())
     if backend == "gloo":
         return dist.ProcessGroupGloo(store, rank, size, timeout)
     if backend == "nccl":
@@ -55,19 +55,19 @@ class Pending:
 
     __slots__ = ("_held", "_on_host", "_target", "_work")
 
-    def __init__(self, work: Any, held: Tensor, target: Tensor | None, on_host: bool) -> None:
+    def __init__(self, work: Any, held: Tensor, target: Tensor, on_host: bool) -> None:
         self._work = work
         self._held: Tensor | None = held
         self._target = target
         self._on_host = on_host
 
-    def wait(self) -> Tensor | None:
-        """Wait for the transfer (a stream waits for NCCL, the host for Gloo); returns what was received."""
+    def wait(self) -> Tensor:
+        """Wait for the transfer (a stream waits for NCCL, the host for Gloo); returns what was moved."""
         try:
             self._work.wait()
         except RuntimeError as error:
             raise PeerLost(str(error)) from error
-        if self._target is not None and self._held is not None and self._target is not self._held:
+        if self._held is not None and self._target is not self._held:
             self._target.copy_(self._held, non_blocking=True)
         self._held = None
         return self._target
@@ -75,6 +75,29 @@ class Pending:
     def is_done(self) -> bool:
         """Whether waiting is sure to return at once (Gloo cannot tell, and says no)."""
         return not self._on_host and bool(self._work.is_completed())
+
+
+class Readback:
+    """A small tensor on its way to the host; the host waits for it only when it is read."""
+
+    __slots__ = ("_copy", "_event")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._event: torch.cuda.Event | None = None
+        if tensor.device.type != "cuda":
+            self._copy = tensor.cpu()
+            return
+        self._copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        self._copy.copy_(tensor, non_blocking=True)
+        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._event.record()
+
+    def read(self) -> list[float]:
+        """The values; waits for what came before them on the device, and for nothing behind."""
+        if self._event is not None:
+            self._event.synchronize()
+        values: list[float] = self._copy.tolist()
+        return values
 
 
 class Peer:
@@ -85,12 +108,15 @@ class Peer:
         other: The other member's rank in it.
         device: Where tensors come from and go to. Gloo moves host memory only, so tensors of another device are copied.
         backend: ``"gloo"`` or ``"nccl"``.
+
+    Attributes:
+        device: As given.
     """
 
     def __init__(self, group: Any, other: int, device: torch.device, backend: str) -> None:
         self._group = group
         self._other = other
-        self._device = device
+        self.device = device
         self._on_host = backend == "gloo"
         self._through_host = self._on_host and device.type != "cpu"
 
@@ -99,10 +125,10 @@ class Peer:
         held = tensor.detach().contiguous()
         if self._through_host:
             held = held.cpu()
-        return Pending(self._group.send([held], self._other, 0), held, None, self._on_host)
+        return Pending(self._group.send([held], self._other, 0), held, held, self._on_host)
 
     def receive(self, shape: tuple[int, ...], dtype: torch.dtype) -> Pending:
         """Start to receive a tensor that the other end sends."""
-        target = torch.empty(shape, dtype=dtype, device=self._device)
+        target = torch.empty(shape, dtype=dtype, device=self.device)
         held = torch.empty(shape, dtype=dtype, pin_memory=True) if self._through_host else target
         return Pending(self._group.recv([held], self._other, 0), held, target, self._on_host)

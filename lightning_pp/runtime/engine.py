@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,12 +12,16 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from lightning_pp.partition import tree
-from lightning_pp.runtime.channel import Receiver, Sender, Spec, Specs, gradient_specs
+from lightning_pp.runtime.channel import Message, Receiver, Sender, Spec, Specs, gradient_specs
 from lightning_pp.runtime.comm import PeerLost
+from lightning_pp.runtime.program import Key, Program, Task, prepare
 from lightning_pp.runtime.stage import Layout, Stage
-from lightning_pp.schedule import Edge, Kind, Lowered, Op, edge_of, mark, message_of
+from lightning_pp.schedule import Edge, Kind, Lowered, mark
 
 __all__: list[str] = []
+
+#: programs kept ready; there is one per number of micro-batches
+_REMEMBERED = 256
 
 
 class PipelineError(RuntimeError):
@@ -29,11 +34,18 @@ class SignaturePlan:
     Attributes:
         layouts: One per stage of this rank.
         specs: ``{receiving stage: what crosses into it}``, learnt from the first message.
+        gradients: ``{receiving stage: what the gradients of that look like}``.
     """
 
     def __init__(self, layouts: Mapping[int, Layout]) -> None:
         self.layouts = layouts
         self.specs: dict[int, Specs] = {}
+        self.gradients: dict[int, Specs] = {}
+
+    def learn(self, stage: int, specs: Specs) -> None:
+        """Remember what crosses into ``stage``."""
+        self.specs[stage] = specs
+        self.gradients[stage - 1] = gradient_specs(specs)
 
 
 @dataclass
@@ -57,14 +69,14 @@ class Job:
     results: dict[int, Any] = field(default_factory=dict)
 
 
-@dataclass
+@dataclass(slots=True)
 class _Saved:
     """What one micro-batch leaves behind on one stage until its backward."""
 
     layout: Layout
     received: list[Tensor]
     roots: list[Tensor | GradientEdge]
-    root_grads: list[Tensor | None]
+    root_grads: list[Tensor] | None = None
 
 
 class Engine:
@@ -96,13 +108,14 @@ class Engine:
         self._stage = stage
         self._senders = dict(senders)
         self._receivers = dict(receivers)
-        self._inbox: dict[tuple[int, int], list[Tensor]] = {}
-        self._outbox: dict[tuple[int, int], list[Tensor]] = {}
-        self._grads_in: dict[tuple[int, int], list[Tensor]] = {}
-        self._grads_out: dict[tuple[int, int], list[Tensor]] = {}
-        self._saved: dict[tuple[int, int], _Saved] = {}
-        self._job: Job | None = None
-        self._handlers: dict[Kind, Callable[[Op], None]] = {
+        self._inbox: dict[Key, list[Tensor]] = {}
+        self._outbox: dict[Key, list[Tensor]] = {}
+        self._grads_in: dict[Key, list[Tensor]] = {}
+        self._grads_out: dict[Key, list[Tensor]] = {}
+        self._saved: dict[Key, _Saved] = {}
+        self._programs: dict[int, tuple[Lowered, Program]] = {}
+        self._failed: str | None = None
+        self._handlers: dict[Kind, Callable[[Job, Task], None]] = {
             Kind.F: self._forward,
             Kind.B: self._backward,
             Kind.SEND_F: self._send_activation,
@@ -113,126 +126,161 @@ class Engine:
         self.in_flight_peak = 0
         self.buffers_peak = 0
 
+    def prepare(self, lowered: Lowered) -> Program:
+        """Make this rank's program ready, once.
+
+        Raises:
+            ValueError: The schedule holds ops that cannot be executed.
+        """
+        found = self._programs.get(id(lowered))
+        if found is None:
+            if len(self._programs) >= _REMEMBERED:
+                self._programs.clear()
+            program = prepare(lowered, self._rank, self._placement, self._senders, self._receivers)
+            found = self._programs[id(lowered)] = (lowered, program)
+        return found[1]
+
     def run(self, job: Job) -> dict[int, Any]:
         """Run this rank's program; returns the results of the last stage, by micro-batch.
 
         Raises:
-            PipelineError: Something failed here; the cause is chained.
+            ValueError: The schedule holds ops that cannot be executed; nothing has run then.
+            PipelineError: Something failed here; the cause is chained. A pipeline of several ranks has lost its place
+                in its messages then, and runs no more.
         """
-        self._job = job
-        program = job.lowered.programs[self._rank]
-        self._expect_messages(job)
-        handlers = self._handlers
+        if self._failed is not None:
+            raise PipelineError(f"This pipeline cannot go on after its failure. That was: {self._failed}")
+        program = self.prepare(job.lowered)
+        handlers, tasks = self._handlers, program.tasks
         index = 0
         try:
-            for index, op in enumerate(program):  # noqa: B007 - the failure needs it
-                handlers[op.kind](op)
-            for sender in self._senders.values():
+            self._begin(job, program)
+            for index, task in enumerate(tasks):  # noqa: B007 - the failure needs it
+                handlers[task.op.kind](job, task)
+            for sender, _ in program.windows:
                 sender.finish()
         except Exception as error:
-            raise PipelineError(self._failure(program, index, error)) from error
-        finally:
-            self._job = None
+            text = self._failure(tasks, index, error)
+            self._drop(text)
+            raise PipelineError(text) from error
+        except BaseException as error:
+            self._drop(repr(error))
+            raise
         return job.results
 
     def close(self) -> None:
         """Let go of the channels and of everything that a failed run has left."""
+        self._drop("it was closed")
+        self._programs.clear()
         self._senders.clear()
         self._receivers.clear()
-        for kept in (self._inbox, self._outbox, self._grads_in, self._grads_out, self._saved):
-            kept.clear()
 
     def reset_peaks(self) -> None:
         """Start counting anew."""
         self.in_flight_peak = 0
         self.buffers_peak = 0
 
+    def _begin(self, job: Job, program: Program) -> None:
+        """Set the channels to the program, and start to receive."""
+        for sender, window in program.windows:
+            sender.window = window
+        plans = job.plans
+        for receiver, kind, messages in program.incoming:
+            if kind is Kind.F:
+                receiver.expect(messages, partial(_known_activation, plans), partial(_learn, plans))
+            else:
+                receiver.expect(messages, partial(_known_gradient, plans))
+
+    def _drop(self, reason: str) -> None:
+        """Forget what is under way; a pipeline with channels does not go on, as their messages are out of step."""
+        for kept in (self._inbox, self._outbox, self._grads_in, self._grads_out, self._saved):
+            kept.clear()
+        self._stage.frame = None
+        if self._senders or self._receivers:
+            self._failed = reason
+
     # -- compute ----------------------------------------------------------------------------------------------------
 
-    def _forward(self, op: Op) -> None:
-        job = self._job
-        assert job is not None
-        key = (op.stage, op.mb)
-        received = self._inbox.pop(key, [])
-        layout = job.plans[op.mb].layouts[op.stage]
-        result, gives = self._stage.forward(layout, lambda: job.step(op.mb), received)
-        if op.stage == self._last_stage:
+    def _forward(self, job: Job, task: Task) -> None:
+        stage, mb = key = task.key
+        received = self._inbox.pop(key) if stage else []
+        layout = job.plans[mb].layouts[stage]
+        result, gives = self._stage.forward(layout, partial(job.step, mb), received)
+        if stage == self._last_stage:
             self._finish_forward(job, key, layout, result, received)
             return
         if job.loss_of is not None:
-            roots = [get_gradient_edge(tensor) for tensor in gives if tensor.requires_grad]
-            self._save(key, _Saved(layout, received, list(roots), []))
-        self._outbox[key] = gives
+            self._save(key, _Saved(layout, received, [get_gradient_edge(t) for t in gives if t.requires_grad]))
+        if task.neighbour is None:
+            self._outbox[key] = gives
+        else:
+            self._inbox[task.neighbour] = [_cut_off(tensor) for tensor in gives]
 
-    def _finish_forward(
-        self, job: Job, key: tuple[int, int], layout: Layout, result: Any, received: list[Tensor]
-    ) -> None:
+    def _finish_forward(self, job: Job, key: Key, layout: Layout, result: Any, received: list[Tensor]) -> None:
         job.results[key[1]] = _detached(result)
         if job.loss_of is not None:
             loss = job.loss_of(result)
+            if loss.numel() != 1:
+                raise ValueError(f"the loss must be a single number; it has shape {list(loss.shape)}.")
             scale = torch.full_like(loss, job.scales[key[1]])
             self._save(key, _Saved(layout, received, [loss], [scale]))
 
-    def _save(self, key: tuple[int, int], saved: _Saved) -> None:
+    def _save(self, key: Key, saved: _Saved) -> None:
         self._saved[key] = saved
         self.in_flight_peak = max(self.in_flight_peak, len(self._saved))
 
-    def _backward(self, op: Op) -> None:
-        key = (op.stage, op.mb)
+    def _backward(self, job: Job, task: Task) -> None:
+        key = task.key
         saved = self._saved.pop(key)
-        grads = saved.root_grads or self._grads_in.pop(key, [])
+        grads = self._grads_in.pop(key) if saved.root_grads is None else saved.root_grads
         if saved.roots:
             self._stage.backward(saved.layout, saved.roots, grads)
-        self._grads_out[key] = [
-            tensor.grad if tensor.grad is not None else torch.zeros_like(tensor)
-            for tensor in saved.received
-            if tensor.requires_grad
-        ]
+        if key[0] == 0:
+            return
+        made = [_grad_of(tensor) for tensor in saved.received if tensor.requires_grad]
+        if task.neighbour is None:
+            self._grads_out[key] = made
+        else:
+            self._grads_in[task.neighbour] = made
 
     # -- messages ---------------------------------------------------------------------------------------------------
 
-    def _send_activation(self, op: Op) -> None:
-        assert self._job is not None
-        plan = self._job.plans[op.mb]
-        tensors = self._outbox.pop((op.stage, op.mb))
-        sender = self._senders[edge_of(op, self._placement)]
+    def _send_activation(self, job: Job, task: Task) -> None:
+        assert task.sender is not None
+        stage, mb = task.message
+        plan = job.plans[mb]
+        tensors = self._outbox.pop(task.key)
         specs = tuple(map(Spec.of, tensors))
-        known = plan.specs.get(op.stage + 1)
+        known = plan.specs.get(stage)
         if known is None:
-            plan.specs[op.stage + 1] = specs
-            sender.send_header(specs)
-        elif known != specs:
+            plan.learn(stage, specs)
+            task.sender.send(task.message, tensors, header=specs)
+            return
+        if known != specs:
             raise RuntimeError(
-                f"What crosses from stage {op.stage} to {op.stage + 1} changed between micro-batches of the same"
+                f"What crosses from stage {stage - 1} to {stage} changed between micro-batches of the same"
                 f" shapes: first {_listed(known)}, now {_listed(specs)}. Shapes and dtypes of layer outputs may depend"
                 " on the shapes of the batch, but not on its values."
             )
-        sender.send(tensors)
+        task.sender.send(task.message, tensors)
 
-    def _receive_activation(self, op: Op) -> None:
-        assert self._job is not None
-        plan = self._job.plans[op.mb]
-        receiver = self._receivers[edge_of(op, self._placement)]
-        tensors = receiver.take(message_of(op), lambda specs: plan.specs.__setitem__(op.stage, specs))
-        for tensor, spec in zip(tensors, plan.specs[op.stage], strict=True):
+    def _receive_activation(self, job: Job, task: Task) -> None:
+        assert task.receiver is not None
+        tensors = task.receiver.take(task.message)
+        for tensor, spec in zip(tensors, job.plans[task.key[1]].specs[task.key[0]], strict=True):
             if spec.requires_grad:
                 tensor.requires_grad_(True)
-        self._inbox[op.stage, op.mb] = tensors
+        self._inbox[task.key] = tensors
         self._count_buffers()
 
-    def _send_gradient(self, op: Op) -> None:
-        self._senders[edge_of(op, self._placement)].send(self._grads_out.pop((op.stage, op.mb)))
+    def _send_gradient(self, job: Job, task: Task) -> None:
+        assert task.sender is not None
+        task.sender.send(task.message, self._grads_out.pop(task.key))
 
-    def _receive_gradient(self, op: Op) -> None:
-        receiver = self._receivers[edge_of(op, self._placement)]
-        self._grads_in[op.stage, op.mb] = receiver.take(message_of(op), _no_header)
+    def _receive_gradient(self, job: Job, task: Task) -> None:
+        assert task.receiver is not None
+        self._grads_in[task.key] = task.receiver.take(task.message)
         self._count_buffers()
-
-    def _expect_messages(self, job: Job) -> None:
-        for edge, messages in job.lowered.edges.items():
-            receiver = self._receivers.get(edge)
-            if receiver is not None and edge.target == self._rank:
-                receiver.expect([(message, _known_specs(edge.kind, message, job.plans)) for message in messages])
 
     def _count_buffers(self) -> None:
         waiting = sum(receiver.num_waiting for receiver in self._receivers.values())
@@ -240,16 +288,25 @@ class Engine:
 
     # -- failure ----------------------------------------------------------------------------------------------------
 
-    def _failure(self, program: Sequence[Op], index: int, error: Exception) -> str:
-        op = program[index]
+    def _failure(self, tasks: Sequence[Task], index: int, error: Exception) -> str:
+        op = tasks[index].op
         frame = self._stage.frame
         where = f" in layer {frame.current!r}" if frame is not None and frame.current else ""
         kind = "lost its peer" if isinstance(error, PeerLost) else "failed"
         return (
             f"Rank {self._rank} (stage {op.stage}) {kind} in {op}{where}, micro-batch {op.mb}:"
             f" {type(error).__name__}: {error}\n"
-            f"Its program: {mark(program, index, 'here')}"
+            f"Its program: {mark([task.op for task in tasks], index, 'here')}"
         )
+
+
+def _cut_off(tensor: Tensor) -> Tensor:
+    """What a stage of the same rank receives: the same memory, as the start of a graph of its own."""
+    return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+def _grad_of(tensor: Tensor) -> Tensor:
+    return tensor.grad if tensor.grad is not None else torch.zeros_like(tensor)
 
 
 def _detached(result: Any) -> Any:
@@ -259,19 +316,17 @@ def _detached(result: Any) -> Any:
     return tree.map_leaves(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, result)
 
 
-def _known_specs(
-    kind: Kind, message: tuple[int, int], plans: Sequence[SignaturePlan]
-) -> Callable[[], Specs | None]:
-    stage, mb = message
-    specs = plans[mb].specs
-    if kind is Kind.F:
-        return lambda: specs.get(stage)
-    # the gradient of what went into the stage above; known here, since this rank sent it
-    return lambda: gradient_specs(specs[stage + 1]) if stage + 1 in specs else None
+def _known_activation(plans: Sequence[SignaturePlan], message: Message) -> Specs | None:
+    return plans[message[1]].specs.get(message[0])
 
 
-def _no_header(specs: Specs) -> None:
-    raise AssertionError("a gradient needs no header: its shape is that of the activation")
+def _known_gradient(plans: Sequence[SignaturePlan], message: Message) -> Specs | None:
+    """Known as soon as this rank has sent the activation whose gradient it is."""
+    return plans[message[1]].gradients.get(message[0])
+
+
+def _learn(plans: Sequence[SignaturePlan], message: Message, specs: Specs) -> None:
+    plans[message[1]].learn(message[0], specs)
 
 
 def _listed(specs: Specs) -> str:

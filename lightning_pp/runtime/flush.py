@@ -1,12 +1,15 @@
 """The one collective at the end of a step: what the last stage knows reaches every rank, and batches are compared.
 
-One packed float64 tensor carries the loss, logged values and small results together with a checksum of the batch from
-each stage. What the values are (names, structure, dtypes) is described separately, and a description travels only
-the first time it occurs; afterwards its number in the packed tensor is enough.
+One packed int64 tensor carries the bits of the loss, of logged values and of small results, together with a checksum of
+the batch from each stage: all but one rank add zeros, which leaves every bit as it is. What the values are (names,
+structure, dtypes) is described separately, and a description travels only the first time it occurs; afterwards its
+number in the packed tensor is enough.
 """
 
 from __future__ import annotations
 
+import math
+import pickle
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_pp.partition import tree
+from lightning_pp.runtime.comm import Readback
 
 __all__: list[str] = []
 
@@ -22,6 +26,8 @@ __all__: list[str] = []
 _SMALL = 1024
 #: descriptions remembered; a step that never repeats one costs an exchange each time, not memory
 _REMEMBERED = 256
+#: how far checksums may lie apart, by their size: sums on different devices differ in the last digits
+_TOLERANCE = 1e-6
 
 
 class DifferentBatchesError(RuntimeError):
@@ -34,7 +40,8 @@ class _Description:
     tensors: tuple[tuple[tuple[int, ...], torch.dtype], ...]
 
     def num_packed(self) -> int:
-        return sum(_numel(shape) for shape, _ in self.tensors if _numel(shape) <= _SMALL)
+        """Int64 places that the small tensors take."""
+        return sum(_places(shape, dtype) for shape, dtype in self.tensors if _is_small(shape))
 
 
 class Flush:
@@ -46,16 +53,30 @@ class Flush:
         position: This rank's place in it.
         size: Number of ranks.
         device: Where the packed tensor lives.
+        reads_packed: Whether the host reads the packed tensor at once, as it may where that costs no waiting. Otherwise
+            the number of the description travels through host memory and checksums are compared a step later. None:
+            on a CPU.
     """
 
-    def __init__(self, group: Any, host_group: Any, position: int, size: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        group: Any,
+        host_group: Any,
+        position: int,
+        size: int,
+        device: torch.device,
+        reads_packed: bool | None = None,
+    ) -> None:
         self._group = group
         self._host_group = host_group
         self._position = position
         self._size = size
         self._device = device
+        self._reads_packed = device.type == "cpu" if reads_packed is None else reads_packed
         self._known: list[_Description] = []
-        self._pending: Tensor | None = None
+        self._numbers: dict[bytes, int] = {}
+        self._capacity = 0
+        self._pending: Readback | None = None
 
     def share(self, report: Any, checksum: Tensor | None) -> Any:
         """Give every rank the last stage's ``report`` (others pass None).
@@ -66,59 +87,56 @@ class Flush:
 
         Raises:
             DifferentBatchesError: The checksums differ. On a GPU this comes one step late, so as not to wait for it.
+            TypeError: The report holds what cannot be sent to another process.
         """
         if self._size == 1:
             return report
-        is_source = self._position == self._size - 1
+        if not self._reads_packed:
+            self.check()
         tensors: list[Tensor] = []
-        description = None
-        if is_source:
-            tensors, structure = tree.flatten(report)
-            description = _Description(structure, tuple((tuple(t.shape), t.dtype) for t in tensors))
-        number = self._number(description) if description is not None else -1
+        text = b""
+        number = -1
+        if self._position == self._size - 1:
+            tensors, text = _described(report)
+            number = self._numbers.get(text, len(self._known))
         packed, number = self._exchange(tensors, number, checksum)
         if number >= len(self._known):
-            description = self._send_description(description)
+            description = self._send_description(text)
             packed = self._broadcast_packed(tensors, description)
         else:
             description = self._known[number]
         return self._unpacked(packed, tensors, description)
 
     def check(self) -> None:
-        """Compare the checksums of the step before (see :meth:`share`)."""
-        if self._pending is not None:
-            sums, self._pending = self._pending.tolist(), None
-            if max(sums) - min(sums) > 1e-6 * max(1.0, max(map(abs, sums))):
-                raise DifferentBatchesError(
-                    "The stages saw different batches: their checksums, by stage, are"
-                    f" {sums}. Every stage must read the same samples in the same order with the same augmentation:"
-                    " seed the dataset's random numbers by index, not by process, and do not draw random numbers on"
-                    " rank 0 alone."
-                )
-
-    def _number(self, description: _Description) -> int:
-        try:
-            return self._known.index(description)
-        except ValueError:
-            return len(self._known)
+        """Compare the checksums that were shared last, unless that was done."""
+        if self._pending is None:
+            return
+        sums, self._pending = self._pending.read(), None
+        if max(sums) - min(sums) > _TOLERANCE * max(1.0, max(map(abs, sums))):
+            raise DifferentBatchesError(
+                "The stages saw different batches: their checksums, by stage, are"
+                f" {sums}. Every stage must read the same samples in the same order with the same augmentation:"
+                " seed the dataset's random numbers by index, not by process, and do not draw random numbers on"
+                " rank 0 alone."
+            )
 
     def _exchange(self, tensors: list[Tensor], number: int, checksum: Tensor | None) -> tuple[Tensor, int]:
-        capacity = max((description.num_packed() for description in self._known), default=0)
+        """The one collective; the number of a new description is the number of those known."""
         head = self._size + 1
-        packed = torch.zeros(head + capacity, dtype=torch.float64, device=self._device)
+        packed = torch.zeros(head + self._capacity, dtype=torch.int64, device=self._device)
         if checksum is not None:
-            packed[1 + self._position] = checksum
+            packed[1 + self._position] = checksum.view(torch.int64)
         if self._position == self._size - 1:
             packed[0] = number
             if number < len(self._known):
                 _pack_into(packed[head:], tensors)
         dist.all_reduce(packed, group=self._group)
         if checksum is not None:
-            self._pending = packed[1:head]
-        if self._device.type == "cpu":
-            self.check()
-            return packed[head:], int(packed[0].item())
-        return packed[head:], self._number_on_host(number)
+            self._pending = Readback(packed[1:head].view(torch.float64))
+        if not self._reads_packed:
+            return packed[head:], self._number_on_host(number)
+        self.check()
+        return packed[head:], int(packed[0].item())
 
     def _number_on_host(self, number: int) -> int:
         """Off the device's queue, so that the host need not wait for the device."""
@@ -126,20 +144,25 @@ class Flush:
         self._broadcast(box, self._host_group)
         return int(box.item())
 
-    def _send_description(self, description: _Description | None) -> _Description:
-        box = [description]
+    def _send_description(self, text: bytes) -> _Description:
+        box = [text]
         source = dist.get_global_rank(self._host_group, self._size - 1)
         dist.broadcast_object_list(box, src=source, group=self._host_group)
-        assert box[0] is not None
         if len(self._known) >= _REMEMBERED:
             self._known.clear()
-        self._known.append(box[0])
-        return box[0]
+            self._numbers.clear()
+            self._capacity = 0
+        description: _Description = pickle.loads(box[0])
+        self._numbers[box[0]] = len(self._known)
+        self._known.append(description)
+        self._capacity = max(self._capacity, description.num_packed())
+        return description
 
     def _broadcast_packed(self, tensors: list[Tensor], description: _Description) -> Tensor:
-        packed = torch.zeros(description.num_packed(), dtype=torch.float64, device=self._device)
+        packed = torch.zeros(description.num_packed(), dtype=torch.int64, device=self._device)
         _pack_into(packed, tensors)
-        self._broadcast(packed, self._group)
+        if packed.numel():
+            self._broadcast(packed, self._group)
         return packed
 
     def _broadcast(self, tensor: Tensor, group: Any) -> None:
@@ -149,26 +172,60 @@ class Flush:
         tensors: list[Tensor] = []
         offset = 0
         for index, (shape, dtype) in enumerate(description.tensors):
-            number = _numel(shape)
-            if number <= _SMALL:
-                tensors.append(packed[offset : offset + number].reshape(shape).to(dtype))
-                offset += number
+            if _is_small(shape):
+                places = _places(shape, dtype)
+                tensors.append(_from_bits(packed[offset : offset + places], dtype).reshape(shape))
+                offset += places
             else:
-                large = own[index].contiguous() if own else torch.empty(shape, dtype=dtype, device=self._device)
-                self._broadcast(large, self._group)
+                if own:
+                    large = own[index].detach().to(self._device).contiguous()
+                else:
+                    large = torch.empty(shape, dtype=dtype, device=self._device)
+                self._broadcast(large.view(torch.uint8), self._group)  # not every library knows every dtype
                 tensors.append(large)
         return tree.unflatten(tensors, description.structure)
 
 
+def _described(report: Any) -> tuple[list[Tensor], bytes]:
+    """The tensors of a report, and the rest of it as bytes."""
+    tensors, structure = tree.flatten(report)
+    description = _Description(structure, tuple((tuple(t.shape), t.dtype) for t in tensors))
+    try:
+        return tensors, pickle.dumps(description)
+    except (pickle.PicklingError, TypeError, AttributeError) as error:
+        raise TypeError(
+            "What a step logs or returns goes to all ranks of the pipeline, and something in it cannot be sent to"
+            f" another process: {error}. Return tensors, numbers, strings and containers of them."
+        ) from error
+
+
 def _pack_into(packed: Tensor, tensors: list[Tensor]) -> None:
-    small = [t.detach().reshape(-1).to(packed.device, torch.float64) for t in tensors if t.numel() <= _SMALL]
+    small = [_to_bits(tensor.detach().to(packed.device)) for tensor in tensors if _is_small(tuple(tensor.shape))]
     if small:
         flat = torch.cat(small)
         packed[: flat.numel()] = flat
 
 
-def _numel(shape: tuple[int, ...]) -> int:
-    number = 1
-    for size in shape:
-        number *= size
-    return number
+def _to_bits(tensor: Tensor) -> Tensor:
+    """A tensor of any dtype as a row of int64, without loss."""
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    flat = tensor.reshape(-1)
+    return flat.double().view(torch.int64) if flat.is_floating_point() else flat.to(torch.int64)
+
+
+def _from_bits(bits: Tensor, dtype: torch.dtype) -> Tensor:
+    if dtype.is_complex:
+        return torch.view_as_complex(bits.contiguous().view(torch.float64).reshape(-1, 2)).to(dtype)
+    if dtype.is_floating_point:
+        return bits.view(torch.float64).to(dtype)
+    # a copy, as the row that carried it goes on to carry other things
+    return bits.to(dtype, copy=True)
+
+
+def _is_small(shape: tuple[int, ...]) -> bool:
+    return math.prod(shape) <= _SMALL
+
+
+def _places(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    return math.prod(shape) * (2 if dtype.is_complex else 1)

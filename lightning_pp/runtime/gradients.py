@@ -26,7 +26,10 @@ class GradientHold:
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter], tied: Mapping[int, Any]) -> None:
         self._parameters = list(parameters)
-        self._tied = dict(tied)
+        self._tied = tuple(tied)
+        self._by_group: dict[Any, list[int]] = {}
+        for index, group in tied.items():
+            self._by_group.setdefault(group, []).append(index)
         self._before: list[Tensor | None] | None = None
         self._held: list[Tensor | None] | None = None
         self._tied_before: dict[int, Tensor | None] = {}
@@ -51,19 +54,37 @@ class GradientHold:
 
     def finish(self, window_start: bool) -> None:
         """Sum tied gradients over their stages; at a window's start also take everything out of ``.grad``."""
-        for index, group in self._tied.items():
-            parameter = self._parameters[index]
-            if parameter.requires_grad:
-                grad = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
-                dist.all_reduce(grad, group=group)
-                before = self._tied_before[index]
-                parameter.grad = grad if before is None else before.add_(grad)
+        for group, indices in self._by_group.items():
+            self._sum_tied(group, [index for index in indices if self._parameters[index].requires_grad])
+        for index, before in self._tied_before.items():
+            if not self._parameters[index].requires_grad:
+                self._parameters[index].grad = before
+        self._tied_before = {}
         if window_start:
             self._held = [parameter.grad for parameter in self._parameters]
             before_all = self._before or [None] * len(self._parameters)
             for parameter, old in zip(self._parameters, before_all, strict=True):
                 parameter.grad = old
             self._before = None
+
+    def _sum_tied(self, group: Any, indices: Sequence[int]) -> None:
+        """Sum what the members of ``group`` have; what none of them has a gradient for keeps none."""
+        if not indices:
+            return
+        parameters = [self._parameters[index] for index in indices]
+        counts = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32, device=parameters[0].device)
+        dist.all_reduce(counts, group=group)
+        # a rank that has a gradient knows the answer; only one without has to look
+        all_here = all(parameter.grad is not None for parameter in parameters)
+        wanted = [True] * len(parameters) if all_here else (counts > 0).tolist()
+        for index, parameter, is_wanted in zip(indices, parameters, wanted, strict=True):
+            before = self._tied_before[index]
+            if is_wanted:
+                grad = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
+                dist.all_reduce(grad, group=group)
+                parameter.grad = grad if before is None else before.add_(grad)
+            else:
+                parameter.grad = before
 
     def hand_over(self) -> None:
         """Put what was held into ``.grad``, on top of what is there."""

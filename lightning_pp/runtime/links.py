@@ -7,10 +7,10 @@ from datetime import timedelta
 
 import torch
 
-from lightning_pp.runtime.channel import Receiver, Sender
+from lightning_pp.runtime.channel import Label, Receiver, Sender
 from lightning_pp.runtime.comm import Peer, job_store, make_group
 from lightning_pp.runtime.mesh import Mesh
-from lightning_pp.schedule import Edge
+from lightning_pp.schedule import Edge, Kind
 
 __all__: list[str] = []
 
@@ -46,10 +46,11 @@ def open_links(
         header_peer = peer
         if backend != "gloo" or device != _HOST:
             header_peer = Peer(make_group(f"{name}/host", own, 2, "gloo", timeout), other, _HOST, "gloo")
+        carries = "activation" if edge.kind is Kind.F else "gradient"
         if here == edge.source:
-            senders[edge] = Sender(peer, header_peer)
+            senders[edge] = Sender(peer, header_peer, Label(carries, mesh.global_rank(edge.target)))
         else:
-            receivers[edge] = Receiver(peer, header_peer)
+            receivers[edge] = Receiver(peer, header_peer, Label(carries, mesh.global_rank(edge.source)))
         _greet(peer, own == 0, device)
         if header_peer is not peer:
             _greet(header_peer, own == 0, _HOST)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch import Tensor
 
 from lightning_pp.partition import tree
@@ -40,8 +44,8 @@ def batch_size(batch: object) -> int | None:
 def split(batch: object, num_microbatches: int) -> list[Any]:
     """Cut ``batch`` along dim 0 into at most ``num_microbatches`` parts whose sizes differ by at most one.
 
-    Only tensors whose dim 0 is the batch size are cut; everything else stands in every part. Containers keep their type.
-    A batch smaller than ``num_microbatches`` gives one part per sample.
+    Only tensors whose dim 0 is the batch size are cut; everything else stands in every part. Containers keep their
+    type. A batch smaller than ``num_microbatches`` gives one part per sample.
 
     Example:
         >>> [part["x"].shape[0] for part in split({"x": torch.zeros(8, 2), "flag": True}, 3)]
@@ -62,27 +66,28 @@ def split(batch: object, num_microbatches: int) -> list[Any]:
 def signature(batch: object) -> tuple[Any, ...]:
     """What two micro-batches must share to be planned alike: structure, shapes, dtypes and plain values.
 
-    Lists of as many plain values as there are samples (names, ids) are known by their type alone.
+    Lists of as many plain values as there are samples (names, ids) are known by their type and length alone, and
+    objects that are neither containers nor plain values by their type.
     """
-    size = batch_size(batch)
+    return _signature(batch, batch_size(batch))
 
-    def of(value: object) -> Any:
-        if isinstance(value, Tensor):
-            return (tuple(value.shape), value.dtype)
-        return value if isinstance(value, _PLAIN) else type(value)
 
-    def visit(value: object) -> Any:
-        if isinstance(value, (list, tuple)) and len(value) == size and not any(isinstance(v, Tensor) for v in value):
+def _signature(value: object, size: int | None) -> tuple[Any, ...]:
+    if isinstance(value, Tensor):
+        return (tuple(value.shape), value.dtype)
+    if isinstance(value, _PLAIN):
+        # a NaN differs from itself, and True equals 1
+        return (type(value), value if value == value else "nan")
+    if isinstance(value, (list, tuple)):
+        if len(value) == size and all(isinstance(item, _PLAIN) for item in value):
             return (type(value), len(value))
-        if isinstance(value, (list, tuple)):
-            return (type(value), *(visit(item) for item in value))
-        if isinstance(value, dict):
-            return (type(value), *((key, visit(item)) for key, item in value.items()))
-        if isinstance(value, (Tensor, *_PLAIN)):
-            return of(value)
-        return (type(value), *(of(leaf) for leaf in tree.leaves(value)))
-
-    return visit(batch)  # type: ignore[no-any-return]
+        return (type(value), *(_signature(item, size) for item in value))
+    if isinstance(value, Mapping):
+        return (type(value), *((key, _signature(item, size)) for key, item in value.items()))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = [field.name for field in dataclasses.fields(value)]
+        return (type(value), *((name, _signature(getattr(value, name, None), size)) for name in names))
+    return (type(value), *((tuple(leaf.shape), leaf.dtype) for leaf in tree.tensors_of(value)))
 
 
 def checksum(batch: object, device: torch.device) -> Tensor:
@@ -93,7 +98,7 @@ def checksum(batch: object, device: torch.device) -> Tensor:
     """
     total = torch.zeros((), dtype=torch.float64, device=device)
     for position, tensor in enumerate(tree.tensors_of(batch), start=1):
-        if tensor.numel() == 0 or tensor.is_complex():
+        if tensor.numel() == 0 or tensor.is_complex() or tensor.layout is not torch.strided:
             continue
         rows = tensor.detach().reshape(max(1, tensor.shape[0] if tensor.ndim else 1), -1).sum(1, dtype=torch.float64)
         ramp = torch.arange(1, rows.shape[0] + 1, dtype=torch.float64, device=rows.device)
@@ -104,16 +109,64 @@ def checksum(batch: object, device: torch.device) -> Tensor:
 def join(outputs: Sequence[Any], sizes: Sequence[int | None], weights: Sequence[float]) -> Any:
     """One result from the results of all micro-batches, as the whole batch would have given it.
 
-    Tensors and lists with one row per sample are joined along dim 0; numbers and tensors without dims become the mean
-    by ``weights``; of anything else the last one stands.
+    Tensors and lists with one row or item per sample are joined along dim 0; numbers and tensors without dims become
+    the mean by ``weights``; of anything else the last one stands. A list of as many tensors as there are samples, each
+    with one row per sample, is taken for a few results that stand side by side, and so is every tuple.
+
+    Example:
+        >>> join([{"ids": ["a", "b"], "loss": 1.0}, {"ids": ["c"], "loss": 4.0}], [2, 1], [2 / 3, 1 / 3])
+        {'ids': ['a', 'b', 'c'], 'loss': 2.0}
     """
     if len(outputs) == 1:
         return outputs[0]
-    per_part = [tree.leaves(output) for output in outputs]
-    if len({len(part) for part in per_part}) != 1:
+    if _are_rows(outputs, sizes):
+        return [item for output in outputs for item in output]
+    opened = [_open(output) for output in outputs]
+    last, build = opened[-1]
+    if build is None:
+        return _join_leaf(outputs, sizes, weights)
+    if any(type(output) is not type(outputs[-1]) for output in outputs) or any(
+        children.keys() != last.keys() for children, _ in opened
+    ):
         return outputs[-1]
-    joined = iter([_join_leaf(leaves, sizes, weights) for leaves in zip(*per_part, strict=True)])
-    return tree.map_leaves(lambda leaf: next(joined), outputs[-1])
+    return build({key: join([children[key] for children, _ in opened], sizes, weights) for key in last})
+
+
+def _are_rows(outputs: Sequence[Any], sizes: Sequence[int | None]) -> bool:
+    """Whether ``outputs`` are lists with one item per sample."""
+    if not all(type(output) is list for output in outputs):
+        return False
+    if any(len(output) != size for output, size in zip(outputs, sizes, strict=True)):
+        return False
+    tensors = [(t, size) for output, size in zip(outputs, sizes, strict=True) for t in tree.tensors_of(output)]
+    return not tensors or any(t.ndim == 0 or t.shape[0] != size for t, size in tensors)
+
+
+def _open(value: Any) -> tuple[dict[Any, Any], Callable[[dict[Any, Any]], Any] | None]:
+    """The items of a container by key and what builds one like it; None for a leaf."""
+    children, spec = pytree.tree_flatten(value, is_leaf=lambda item: item is not value)
+    if not (len(children) == 1 and children[0] is value):
+        return dict(enumerate(children)), lambda new: pytree.tree_unflatten(list(new.values()), spec)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
+        return {name: getattr(value, name) for name in names}, partial(_with_fields, value)
+    if isinstance(value, Mapping):
+        return dict(value), partial(_with_items, value)
+    return {}, None
+
+
+def _with_fields(value: Any, fields: dict[str, Any]) -> Any:
+    new = copy.copy(value)
+    for name, item in fields.items():
+        object.__setattr__(new, name, item)  # a frozen dataclass refuses setattr, and its copy is ours alone
+    return new
+
+
+def _with_items(value: Any, items: dict[Any, Any]) -> Any:
+    new = copy.copy(value)
+    for key, item in items.items():
+        new[key] = item
+    return new
 
 
 def _join_leaf(leaves: Sequence[Any], sizes: Sequence[int | None], weights: Sequence[float]) -> Any:
@@ -128,9 +181,9 @@ def _join_leaf(leaves: Sequence[Any], sizes: Sequence[int | None], weights: Sequ
 
 
 def weighted_mean(values: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    """The mean of scalar tensors by ``weights`` (which sum to 1), in the values' dtype, computed in float64."""
+    """The mean of one-element tensors by ``weights`` (which sum to 1), in the values' dtype, computed in float64."""
     if len(values) == 1:
         return values[0]
-    total = torch.stack([value.detach().double() for value in values])
+    total = torch.stack([value.detach().double().reshape(()) for value in values])
     factors = torch.tensor(weights, dtype=torch.float64, device=total.device)
-    return total.dot(factors).to(values[0].dtype)
+    return total.dot(factors).to(values[0].dtype).reshape(values[0].shape)

@@ -101,9 +101,7 @@ class Planner:
         self._num_stages = 0
         self._deciding = ""
 
-    def decide(
-        self, name: str, step: Callable[[], Any], options: CutOptions, agree: Callable[[Cut], Cut]
-    ) -> Trace:
+    def decide(self, name: str, step: Callable[[], Any], options: CutOptions, agree: Callable[[Cut], Cut]) -> Trace:
         """Trace ``step`` and cut the model by it.
 
         Args:
@@ -134,7 +132,7 @@ class Planner:
         return trace
 
     def adopt(self, name: str, cut: Cut, num_stages: int) -> None:
-        """Go by a cut that an earlier run has made, or by none at all; ``name`` is the step function it was made for."""
+        """Go by a cut that an earlier run has made for step function ``name``, or by none at all."""
         self.cut = cut
         self._num_stages = num_stages
         self._deciding = name

@@ -42,7 +42,7 @@ def layer_seed() -> int:
 def seeded(seed: int, compute: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run ``compute`` on a stream of its own and go back to the current one."""
     state = torch.get_rng_state()
-    device_state = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+    device_state = torch.cuda.get_rng_state() if _uses_cuda() else None
     torch.manual_seed(seed)
     try:
         return compute(*args, **kwargs)
@@ -50,3 +50,7 @@ def seeded(seed: int, compute: Callable[..., Any], args: tuple[Any, ...], kwargs
         torch.set_rng_state(state)
         if device_state is not None:
             torch.cuda.set_rng_state(device_state)
+
+
+def _uses_cuda() -> bool:
+    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""One stage's run of the user's step: earlier layers are answered, own layers compute, the next stage's first ends it."""
+"""One stage's run of the user's step: earlier layers are answered, own ones compute, the next stage's first ends it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Output = tuple[int, int]
 
 
 class StageEnd(BaseException):
-    """Leaves the user's step where the next stage takes over; a BaseException so that ``except Exception`` lets it by."""
+    """Leaves the user's step where the next stage begins; a BaseException so that ``except Exception`` lets it by."""
 
 
 class ChangedStepError(RuntimeError):
@@ -222,7 +222,7 @@ class Stage:
         return result, gives
 
     def backward(self, layout: Layout, roots: Sequence[Any], grads: Sequence[Tensor | None]) -> None:
-        """Run autograd from ``roots``; layers that a gradient checkpoint of the user calls again draw what they drew."""
+        """Run autograd from ``roots``; layers that a gradient checkpoint calls again draw what they drew."""
         drawing = layout.drawing
 
         def again(name: str, compute: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -231,7 +231,7 @@ class Stage:
             return rng.seeded(rng.layer_seed(), compute, args, kwargs)
 
         with self._board.answered_by(again):
-            torch.autograd.backward(roots, grads)  # type: ignore[arg-type]
+            torch.autograd.backward(roots, grads)
 
 
 def _tensor_order(call: Call) -> list[int | None]:

@@ -1,0 +1,141 @@
+"""The plain data of a traced step: its layer calls, and what has to cross a cut in front of each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_pp.partition import tree
+
+__all__: list[str] = []
+
+#: ``(layer, args, kwargs, device) -> seconds``
+TimeCall = Callable[[nn.Module, tuple[Any, ...], dict[str, Any], torch.device], float]
+
+#: what a layer may return besides tensors: it is the same on every stage
+CONSTANTS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, Enum, tree.Slot)
+
+
+class TraceError(ValueError):
+    """A step cannot be cut into stages as it stands; the message says why and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Argument(tree.Marker):
+    """In the structure of a layer's output: the same object that was leaf number ``index`` of its arguments."""
+
+    index: int
+    is_tensor: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """One tensor of a layer's output.
+
+    Attributes:
+        written: Whether the step writes into it in place later on.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    written: bool = False
+
+    @property
+    def num_bytes(self) -> int:
+        """Its size in bytes."""
+        return prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of a layer.
+
+    Attributes:
+        layer: The layer's name.
+        structure: Its output, with :class:`tree.Slot` or :class:`Argument` in place of tensors.
+        leaves: The output's tensors, then those arguments that the layer wrote into, as they are afterwards.
+        writes: Which leaves of its arguments those are.
+        needs: Layer outputs that its arguments were computed from by glue.
+        parameters: Parameters that its arguments were computed from by glue (not its own).
+        draws: Whether the layer draws random numbers.
+        flops: Floating-point operations of its forward.
+        saved_bytes: Bytes it keeps for its backward, parameters excluded.
+        seconds: What the trace's ``time_call`` said; 0 without one.
+    """
+
+    layer: str
+    structure: object
+    leaves: tuple[Leaf, ...]
+    writes: tuple[int, ...]
+    needs: frozenset[tuple[int, int]]
+    parameters: frozenset[str]
+    draws: bool
+    flops: int
+    saved_bytes: int
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """The layer calls of one step, and what its end (loss, logging, return value) needs.
+
+    Attributes:
+        calls: In the order of the step.
+        end_needs: Layer outputs that the end needs.
+        end_parameters: Parameters that the end needs.
+        touched: Parameters and buffers that glue uses in any way.
+        draws: Whether glue draws from torch's generators.
+        draws_python: Whether the step draws from :mod:`random` or numpy.
+        updated: Buffers that hold values of layers after the step: only the last stage's copy is right.
+    """
+
+    calls: tuple[Call, ...]
+    end_needs: frozenset[tuple[int, int]]
+    end_parameters: frozenset[str]
+    touched: frozenset[str]
+    draws: bool
+    draws_python: bool
+    updated: frozenset[str] = frozenset()
+    _last_use: dict[tuple[int, int], int] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        last_use = {output: index for index, call in enumerate(self.calls) for output in call.needs}
+        last_use |= dict.fromkeys(self.end_needs, len(self.calls))
+        object.__setattr__(self, "_last_use", dict(sorted(last_use.items())))
+
+    def live(self, call: int) -> tuple[tuple[int, int], ...]:
+        """The layer outputs ``(call, leaf)`` that cross a cut in front of call number ``call``, in order."""
+        return tuple(output for output, last in self._last_use.items() if output[0] < call <= last)
+
+    def bytes_at(self, call: int) -> int:
+        """Bytes that cross a cut in front of call number ``call``."""
+        return sum(self.calls[index].leaves[leaf].num_bytes for index, leaf in self.live(call))
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """The layers that are called, each once."""
+        return tuple(dict.fromkeys(call.layer for call in self.calls))
+
+
+def rebuild(structure: object, tensors: list[Tensor], inputs: list[Any]) -> Any:
+    """A layer's output from its structure, its tensors and the leaves of the arguments it was called with."""
+    if isinstance(structure, tree.Slot):
+        return tensors[structure.index]
+
+    def put(leaf: Any) -> Any:
+        if isinstance(leaf, tree.Slot):
+            return tensors[leaf.index]
+        return inputs[leaf.index] if isinstance(leaf, Argument) else leaf
+
+    return tree.map_leaves(put, structure)
+
+
+def stand_in_for(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor of zeros in the shape of ``tensor`` that takes one element of memory."""
+    return torch.zeros((), dtype=tensor.dtype, device=device).expand(tensor.shape)

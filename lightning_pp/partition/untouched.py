@@ -1,0 +1,132 @@
+"""A model's Python state: put back after a trace, and searched for values of layers that a step keeps."""
+
+from __future__ import annotations
+
+import copy
+import random
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor, nn
+
+from lightning_pp.partition.operators import storage_key
+from lightning_pp.partition.provenance import Provenance
+from lightning_pp.partition.random_state import preserved
+
+__all__: list[str] = []
+
+#: objects of these packages are not looked into (a LightningModule knows its Trainer, which knows everything)
+_FOREIGN = {"torch", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities", "numpy"}
+_FOREIGN |= {__name__.partition(".")[0], *sys.stdlib_module_names}
+#: elements of longer containers are not looked into
+_LONG = 1000
+
+_CONTAINERS = (list, dict, set, deque)
+
+
+@contextmanager
+def as_if_never(model: nn.Module, provenance: Provenance) -> Iterator[None]:
+    """Restore the model's Python state, written tensors, and every random state afterwards."""
+    undo = [restore for _, value in reachable(model) for restore in _restorers(value)]
+    undo += [_flags(parameter) for parameter in model.parameters()]
+    with preserved():
+        try:
+            yield
+        finally:
+            provenance.undo_writes()
+            for restore in undo:
+                restore()
+
+
+def kept_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """All tensors that attributes hold, with the name of the attribute, such as ``self.model.hidden``."""
+    return [(path, value) for path, value in reachable(model) if isinstance(value, Tensor)]
+
+
+def kept_names(model: nn.Module) -> dict[int, str]:
+    """The attributes that hold tensors, by storage key."""
+    return {storage_key(tensor): path for path, tensor in kept_tensors(model)}
+
+
+def reachable(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Everything that ``model`` holds, itself included, each once, with the name of the attribute that holds it."""
+    names = {id(module): name for name, module in model.named_modules()}
+    seen: set[int] = set()
+    waiting: list[tuple[str, Any]] = [("self", model)]
+    while waiting:
+        path, value = waiting.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if id(value) in names:
+            path = ".".join(filter(None, ("self", names[id(value)])))
+        yield path, value
+        waiting += _inside(path, value)
+
+
+def _inside(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Tensor):
+        return
+    if _is_open(value):
+        for key, held in vars(value).items():
+            if isinstance(value, nn.Module) and key in ("_parameters", "_buffers", "_modules"):
+                yield path, held
+                yield from ((f"{path}.{name}", item) for name, item in held.items())
+            else:
+                yield f"{path}.{key}", held
+    if isinstance(value, (list, tuple, set, frozenset, deque)) and len(value) <= _LONG:
+        yield from ((path, item) for item in value)
+    elif isinstance(value, Mapping) and len(value) <= _LONG:
+        yield from ((path, item) for item in value.values())
+
+
+def _is_open(value: Any) -> bool:
+    """Whether this is a module, or an object of the user's own."""
+    if isinstance(value, nn.Module):
+        return True
+    root = str(type(value).__module__).partition(".")[0]
+    return root not in _FOREIGN and isinstance(getattr(value, "__dict__", None), dict)
+
+
+def _restorers(value: Any) -> Iterator[Callable[[], Any]]:
+    if _is_open(value):
+        yield _refill(vars(value))
+    if isinstance(value, _CONTAINERS):
+        yield _refill(value)
+    elif isinstance(value, torch.Generator):
+        yield partial(value.set_state, value.get_state())
+    elif isinstance(value, random.Random):
+        yield partial(value.setstate, value.getstate())
+    elif isinstance(value, numpy.random.Generator):
+        yield partial(setattr, value.bit_generator, "state", value.bit_generator.state)
+    elif isinstance(value, numpy.random.RandomState):
+        yield partial(value.set_state, value.get_state())
+
+
+def _refill(container: Any) -> Callable[[], None]:
+    content = copy.copy(container)
+
+    def refill() -> None:
+        container.clear()
+        if isinstance(container, (list, deque)):
+            container.extend(content)
+        else:
+            container.update(content)
+
+    return refill
+
+
+def _flags(parameter: nn.Parameter) -> Callable[[], None]:
+    grad, requires_grad = parameter.grad, parameter.requires_grad
+
+    def restore() -> None:
+        parameter.requires_grad = requires_grad
+        parameter.grad = grad
+
+    return restore

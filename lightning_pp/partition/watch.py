@@ -1,0 +1,91 @@
+"""What happens inside one layer while its output shapes are inferred."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_pp.partition import operators, tree
+from lightning_pp.partition.calls import TraceError
+from lightning_pp.partition.operators import storage_key
+from lightning_pp.partition.provenance import NOTHING, Provenance, Source
+
+__all__: list[str] = []
+
+
+class LayerWatch(TorchDispatchMode):
+    """Watches one call of a layer.
+
+    Follows the values of the layer's arguments and parameters inside the layer, because what it computes from them and
+    puts aside (in an attribute, in a list it was given) never crosses a cut. A table that it computes from nothing but
+    shapes and buffers, and shares with other layers, is the same on every stage and may be put aside.
+
+    Args:
+        layer: The layer's name.
+        provenance: Of the glue.
+        values: Its arguments and parameters, as it will see them.
+
+    Attributes:
+        draws: Whether it drew random numbers.
+        written: Keys of the storages it wrote into.
+        sources: What real tensors that it was not given (such as another module's parameter) come from.
+    """
+
+    def __init__(self, layer: str, provenance: Provenance, values: Iterable[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.draws = False
+        self.written: set[int] = set()
+        self.sources: frozenset[Source] = NOTHING
+        self._layer = layer
+        self._provenance = provenance
+        self._given = list(values)
+        self._made: list[Tensor] = []
+        self._given_keys = {storage_key(tensor) for tensor in self._given}
+        self._values = set(self._given_keys)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        self.draws = self.draws or operators.draws_random(func, args, kwargs)
+        targets = operators.written_arguments(func, args, kwargs)
+        self.written.update(storage_key(tensor) for tensor in targets)
+        values = [self._is_value(tensor) for tensor in tree.tensors_of((args, kwargs))]
+        result = func(*args, **kwargs)
+        if any(values) and not operators.is_value_free(func):
+            made = [*tree.tensors_of(result), *targets]
+            self._values.update(storage_key(tensor) for tensor in made)
+            self._made += made
+        return result
+
+    def has_made(self, tensor: Tensor) -> bool:
+        """Whether the layer computed ``tensor`` from what it was given."""
+        return storage_key(tensor) in self._values - self._given_keys
+
+    def finish(self) -> None:
+        """Remember what was made, in case it turns up outside of the layer."""
+        for tensor in self._made:
+            if storage_key(tensor) not in self._given_keys:
+                self.put_aside(tensor)
+
+    def put_aside(self, tensor: Tensor) -> None:
+        """Say that ``tensor`` may turn up outside of the layer."""
+        self._provenance.aside[storage_key(tensor)] = self._layer
+        self._provenance.keep_alive(tensor)
+
+    def _is_value(self, tensor: Tensor) -> bool:
+        key = storage_key(tensor)
+        maker = self._provenance.aside.get(key)
+        if maker is not None and maker != self._layer:
+            raise TraceError(
+                f"Layer {self._layer!r} uses a tensor that layer {maker!r} has put aside (in an attribute, a list or"
+                " another object) instead of returning it. It would be missing, or stale, where the two run on"
+                f" different stages. Return it from the forward of {maker!r} and hand it over as an argument."
+            )
+        if isinstance(tensor, FakeTensor):
+            return key in self._values
+        sources = self._provenance.of(tensor)
+        self.sources |= sources
+        return bool(sources) or key in self._values

@@ -1,0 +1,72 @@
+"""One ordinary Lightning file from all stages, that any number of stages resumes from."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lightning_pp import PipelineStrategy
+from tests.launch import run_ranks
+from tests.models import GPT
+from tests.training import QUIET
+
+
+def fit_and_save(folder: str, stages: int, epochs: int, resume: str | None = None, name: str = "gpt") -> str:
+    """Train until ``epochs``; returns the file that the checkpoint callback wrote."""
+    torch.manual_seed(5)
+    strategy: dict[str, Any] = {} if not stages else {"strategy": PipelineStrategy(stages=stages, microbatches=3)}
+    keeper = ModelCheckpoint(dirpath=folder, filename=name, save_last=False)
+    options = {**QUIET, "enable_checkpointing": True}
+    trainer = Trainer(
+        accelerator="cpu", devices=max(stages, 1), precision="64-true", max_epochs=epochs, callbacks=[keeper],
+        **strategy, **options,
+    )  # fmt: skip
+    trainer.fit(GPT(), GPT.loader(), ckpt_path=resume)
+    return keeper.best_model_path
+
+
+def load(path: str) -> dict[str, Any]:
+    return torch.load(path, weights_only=False)
+
+
+def test_the_file_is_that_of_the_plain_run(tmp_path: Path) -> None:
+    (plain,) = run_ranks(fit_and_save, 1, str(tmp_path / "plain"), 0, 2)
+    for stages in (2, 4):
+        paths = run_ranks(fit_and_save, stages, str(tmp_path / str(stages)), stages, 2)
+        assert len(set(paths)) == 1
+        ours, theirs = load(paths[0]), load(plain)
+        assert list(ours) == list(theirs)
+        assert list(ours["state_dict"]) == list(theirs["state_dict"])
+        assert not any(value.is_meta for value in ours["state_dict"].values())
+        for name, value in theirs["state_dict"].items():
+            torch.testing.assert_close(ours["state_dict"][name], value, atol=1e-9, rtol=0)
+        ours_state, theirs_state = ours["optimizer_states"][0], theirs["optimizer_states"][0]
+        assert ours_state["param_groups"] == theirs_state["param_groups"]
+        assert list(ours_state["state"]) == list(theirs_state["state"])
+        for index, state in theirs_state["state"].items():
+            for key, value in state.items():
+                torch.testing.assert_close(ours_state["state"][index][key], value, atol=1e-9, rtol=0)
+
+
+def test_the_file_loads_without_the_strategy(tmp_path: Path) -> None:
+    path = run_ranks(fit_and_save, 2, str(tmp_path), 2, 1)[0]
+    module = GPT.load_from_checkpoint(path)
+    assert module(torch.zeros(1, 4, dtype=torch.int64)).isfinite().all()
+
+
+@pytest.mark.parametrize("path", [(2, 4, 0), (0, 3, 2), (4, 1, 2)])
+def test_any_number_of_stages_resumes(tmp_path: Path, path: tuple[int, ...]) -> None:
+    """0 stands for the plain Trainer."""
+    (straight,) = run_ranks(fit_and_save, 1, str(tmp_path / "straight"), 0, len(path))
+    resume = None
+    for epochs, stages in enumerate(path, start=1):
+        folder = str(tmp_path / f"{epochs}")
+        resume = run_ranks(fit_and_save, max(stages, 1), folder, stages, epochs, resume)[0]
+    assert resume is not None
+    ours, theirs = load(resume), load(straight)
+    assert ours["global_step"] == theirs["global_step"]
+    for name, value in theirs["state_dict"].items():
+        torch.testing.assert_close(ours["state_dict"][name], value, atol=1e-9, rtol=0)

@@ -1,0 +1,46 @@
+"""Names that Lightning and torch do not promise: each test says which one has moved."""
+
+import inspect
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization
+
+from lightning_pp import compat
+
+
+def test_loops_and_their_loaders() -> None:
+    trainer = Trainer(logger=False, enable_checkpointing=False, accelerator="cpu")
+    loops = (trainer.fit_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop)
+    for loop in loops:
+        assert compat.combined_loader(loop) is None
+        assert callable(loop.setup_data)
+    assert hasattr(trainer.fit_loop, "_data_fetcher")
+    assert not compat.takes_iterator(trainer)
+    assert trainer.fit_loop.batch_idx == -1
+    assert trainer.fit_loop.total_batch_idx == -1
+
+
+def test_zero_grad_follows_the_first_batch_of_a_window() -> None:
+    source = inspect.getsource(_AutomaticOptimization._make_zero_grad_fn)
+    assert "batch_idx % self.trainer.accumulate_grad_batches == 0" in source
+
+
+def test_batch_hooks_and_overrides() -> None:
+    assert "dataloader_idx" in inspect.signature(LightningModule._on_before_batch_transfer).parameters
+
+    class Own(LightningModule):
+        def backward(self, loss: torch.Tensor) -> None:
+            loss.backward()
+
+    assert compat.is_overridden("backward", Own())
+    assert not compat.is_overridden("backward", LightningModule())
+    assert hasattr(Callback, "on_before_zero_grad")
+
+
+def test_the_job_store_and_the_backends() -> None:
+    assert callable(dist.distributed_c10d._get_default_store)
+    assert hasattr(dist, "ProcessGroupGloo")
+    assert hasattr(dist, "PrefixStore")

@@ -1,0 +1,180 @@
+"""A failure on one rank ends all of them within seconds, with the user's own traceback and where it happened."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.launch import Failed, try_ranks
+
+LIMIT = 10.0
+ROOT = Path(__file__).parents[1]
+
+SCRIPT = """
+import os, sys, torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset
+from lightning.pytorch import LightningModule, Trainer
+from lightning_pp import PipelineStrategy
+
+torch.set_num_threads(1)
+RANK = int(os.environ.get("LOCAL_RANK", "0"))
+WHERE, WHO = sys.argv[1], int(sys.argv[2])
+
+class Data(Dataset):
+    def __len__(self):
+        return 40
+    def __getitem__(self, index):
+        if WHERE == "dataset" and RANK == WHO and index == 17:
+            raise ValueError("planted in the dataset")
+        return torch.randn(8), torch.randn(3)
+
+class Layer(nn.Linear):
+    fails = False
+    calls = 0
+    def forward(self, x):
+        if torch.is_grad_enabled() and type(x) is torch.Tensor:
+            Layer.calls += 1
+        if WHERE == "layer" and self.fails and Layer.calls > 20:
+            raise ValueError("planted in a layer")
+        return super().forward(x)
+
+class Model(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Layer(8, 8) for _ in range(3))
+        self.blocks[WHO].fails = True
+        self.head = nn.Linear(8, 3)
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        for block in self.blocks:
+            x = block(x)
+        if WHERE == "loss" and batch_idx == 2:
+            raise ValueError("planted in the loss")
+        return F.mse_loss(self.head(x), y)
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        if WHERE == "hook" and RANK == WHO and batch_idx == 2:
+            raise ValueError("planted in a hook")
+        if WHERE == "killed" and RANK == WHO and batch_idx == 2:
+            os.kill(os.getpid(), 9)
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+if __name__ == "__main__":
+    Trainer(accelerator="cpu", devices=3, max_epochs=50, logger=False, enable_checkpointing=False,
+            enable_progress_bar=False, strategy=PipelineStrategy(
+                stages=3, microbatches=4, split=["blocks.1", "blocks.2"])).fit(Model(), DataLoader(Data(), batch_size=8))
+"""
+
+
+@pytest.fixture(scope="module")
+def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("failure") / "train.py"
+    path.write_text(textwrap.dedent(SCRIPT))
+    return path
+
+
+def run(script: Path, *arguments: str) -> tuple[int, str, float]:
+    """Exit code, output, and seconds from the failure until all processes were gone."""
+    output: list[str] = []
+    failed_at = None
+    with subprocess.Popen(
+        [sys.executable, str(script), *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))},
+    ) as process:
+        timer = threading.Timer(60, os.killpg, (process.pid, signal.SIGKILL))
+        timer.start()
+        assert process.stdout is not None
+        for line in process.stdout:  # ends when the last process has closed its end
+            output.append(line)
+            if failed_at is None and ("Traceback" in line or "terminated" in line):
+                failed_at = time.monotonic()
+        timer.cancel()
+    return process.returncode, "".join(output), time.monotonic() - (failed_at or 0)
+
+
+@pytest.mark.parametrize("rank", ["0", "1", "2"])
+def test_a_layer_that_raises(script: Path, rank: str) -> None:
+    code, output, seconds = run(script, "layer", rank)
+    assert code != 0
+    assert seconds < LIMIT
+    assert "ValueError: planted in a layer" in output, output
+    assert 'raise ValueError("planted in a layer")' in output, "the user's own line"
+    assert f"Rank {rank} (stage {rank}) failed in {rank}F" in output
+    assert f"in layer 'blocks.{rank}', micro-batch" in output
+    assert "<-- here" in output
+    assert f"The pipeline was stopped by rank {rank}:" in output or rank == "0", output
+
+
+def test_a_loss_that_raises(script: Path) -> None:
+    code, output, seconds = run(script, "loss", "0")
+    assert code != 0
+    assert seconds < LIMIT
+    assert "ValueError: planted in the loss" in output
+    assert "Rank 2 (stage 2) failed in 2F0" in output
+
+
+@pytest.mark.parametrize("where", ["dataset", "hook"])
+@pytest.mark.parametrize("rank", ["0", "1", "2"])
+def test_a_failure_outside_of_the_step(script: Path, where: str, rank: str) -> None:
+    code, output, seconds = run(script, where, rank)
+    assert code != 0
+    assert seconds < LIMIT
+    assert f"ValueError: planted in {'a hook' if where == 'hook' else 'the dataset'}" in output
+
+
+def test_a_killed_rank(script: Path) -> None:
+    code, output, seconds = run(script, "killed", "1")
+    assert code != 0
+    assert "lost its peer" in output or "terminated" in output
+
+
+def test_a_failure_that_the_script_catches_still_ends_the_others() -> None:
+    """The rank that failed lives on here, so that its connections do not close by themselves."""
+    start = time.monotonic()
+    results = try_ranks(failing_and_waiting, 3, timeout=40)
+    assert time.monotonic() - start < 30
+    assert all(isinstance(result, Failed) or "planted" in result for result in results)
+    assert sum("planted" in str(getattr(result, "text", result)) for result in results) == 3, results
+
+
+def failing_and_waiting() -> str:
+    import os
+
+    import torch
+    from tests.training import fit
+
+    class Planted(Exception):
+        pass
+
+    from tests.models import MLP
+
+    def loss(self: Any, batch: Any) -> Any:
+        x, y = batch
+        out = self.net(x)
+        if os.environ["LOCAL_RANK"] == "2" and self.trainer.fit_loop.total_batch_idx == 2:
+            raise Planted("planted")
+        return torch.nn.functional.mse_loss(out, y)
+
+    MLP.loss = loss  # type: ignore[method-assign]
+    try:
+        fit("MLP", {"stages": 3, "microbatches": 2}, devices=3)
+    except Exception as error:
+        text, cause = str(error), error.__cause__
+        while cause is not None:
+            text, cause = f"{text} {cause!r}", cause.__cause__
+        time.sleep(5 if os.environ["LOCAL_RANK"] == "2" else 0)
+        return text
+    raise AssertionError("nothing failed")

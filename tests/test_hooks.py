@@ -1,0 +1,140 @@
+"""Hooks see what they see without the strategy: gradients, losses, schedulers, modes."""
+
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch.optim import Optimizer
+
+from tests.models import MLP, MODELS
+from tests.training import Outcome, assert_same, piped, plain
+
+
+def gradients(module: LightningModule) -> dict[str, float | None]:
+    return {
+        name: None if p.grad is None else p.grad.double().sum().item()
+        for name, p in module.named_parameters()
+        if not p.is_meta
+    }
+
+
+class GradientWatch(Callback):
+    """Notes every hook between training_step and the optimizer's step, with the gradients at that time."""
+
+    outcome: Outcome
+
+    def note(self, hook: str, module: LightningModule) -> None:
+        self.outcome.extra.setdefault("seen", []).append((hook, gradients(module)))
+
+    def on_before_zero_grad(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        self.note("on_before_zero_grad", pl_module)
+
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Any) -> None:
+        self.note("on_before_backward", pl_module)
+        self.outcome.extra.setdefault("losses", []).append(loss.item())
+
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.note("on_after_backward", pl_module)
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        self.note("on_before_optimizer_step", pl_module)
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+        self.note("on_train_batch_end", pl_module)
+        self.outcome.extra.setdefault("rates", []).append(trainer.optimizers[0].param_groups[0]["lr"])
+        self.outcome.extra.setdefault("modes", []).append(all(m.training for m in pl_module.modules()))
+
+
+class LateWatch(GradientWatch):
+    """Does not look between training_step and backward: the case in which no old gradients are kept."""
+
+    on_before_zero_grad = Callback.on_before_zero_grad
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("stages", [1, 2, 4])
+@pytest.mark.parametrize("watch", [GradientWatch, LateWatch])
+def test_gradients_at_every_hook(stages: int, accumulate: int, watch: type[Callback]) -> None:
+    options: dict[str, Any] = {
+        "callbacks": (watch,),
+        "trainer": {"accumulate_grad_batches": accumulate, "gradient_clip_val": 0.1},
+    }
+    reference, found = plain("GPT", **options), piped("GPT", stages, 3, **options)
+    assert_same(reference, found)
+    for outcome in found:
+        assert outcome.extra["losses"] == pytest.approx(reference.extra["losses"], abs=1e-9)
+        assert outcome.extra["modes"] == reference.extra["modes"]
+        assert [hook for hook, _ in outcome.extra["seen"]] == [hook for hook, _ in reference.extra["seen"]]
+        for (hook, ours), (_, theirs) in zip(outcome.extra["seen"], reference.extra["seen"], strict=True):
+            for name, value in ours.items():
+                assert value == pytest.approx(theirs[name], abs=1e-9), f"{name} in {hook}"
+
+
+class ScheduledMLP(MLP):
+    """Warm-up per step."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: (step + 1) / 10)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+class PlateauMLP(MLP):
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.Adam(
+            [{"params": self.net[:3].parameters(), "lr": 0.05}, {"params": self.net[3:].parameters(), "lr": 0.02}]
+        )
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=10.0)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "train_loss_epoch"}}
+
+
+class ZeroGradKeeper(MLP):
+    """Lets gradients of earlier steps decay rather than vanish."""
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Optimizer) -> None:
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(0.5)
+
+
+class OwnClipping(MLP):
+    def configure_gradient_clipping(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+        self.clip_gradients(optimizer, gradient_clip_val=0.03, gradient_clip_algorithm="norm")
+
+
+class Optimizers(MLP):
+    """Looks at its optimizer and Trainer inside the step."""
+
+    def loss(self, batch: Any) -> Any:
+        rate = self.optimizers().param_groups[0]["lr"]  # type: ignore[union-attr]
+        return super().loss(batch) * (1 + rate + 0.1 * self.trainer.global_step)
+
+
+class LogsALot(MLP):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.log("loss", loss, prog_bar=True)
+        self.log("number", 3)
+        self.log("sum", torch.ones(len(batch[0])).sum(), reduce_fx="sum", on_step=True, on_epoch=True, batch_size=8)
+        self.log("max", batch[0].max(), reduce_fx="max", on_epoch=True)
+        self.log_dict({"a": loss * 2, "b": loss.float()}, on_epoch=True)
+        if batch_idx % 2 == 0:
+            self.log("sometimes", loss + 1)
+        return loss
+
+
+for _cls in (ScheduledMLP, PlateauMLP, ZeroGradKeeper, OwnClipping, Optimizers, LogsALot):
+    MODELS[_cls.__name__] = _cls
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+@pytest.mark.parametrize(
+    "name", ["ScheduledMLP", "PlateauMLP", "ZeroGradKeeper", "OwnClipping", "Optimizers", "LogsALot"]
+)
+def test_what_a_module_may_do_in_its_hooks(name: str, stages: int) -> None:
+    options: dict[str, Any] = {"trainer": {"max_epochs": 3}, "callbacks": (LateWatch,)}
+    reference, found = plain(name, **options), piped(name, stages, 3, **options)
+    assert_same(reference, found)
+    for outcome in found:
+        assert outcome.extra["rates"] == reference.extra["rates"]

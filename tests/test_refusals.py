@@ -1,0 +1,160 @@
+"""What cannot work is refused before the first step, with what was given, what is allowed and what to do."""
+
+import re
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import StochasticWeightAveraging
+
+from lightning_pp import PipelineStrategy
+from tests.launch import try_ranks
+from tests.models import LSTM, MLP, Boring
+from tests.training import QUIET, fit
+
+CONSTRUCTOR = [
+    ({"stages": 0}, ValueError, "stages=0: allowed is 'auto' or an int of at least 1."),
+    ({"stages": "two"}, TypeError, "stages='two': allowed is 'auto' or an int of at least 1."),
+    ({"stages": True}, TypeError, "stages=True"),
+    ({"microbatches": 0}, ValueError, "microbatches=0: allowed is None or an int of at least 1."),
+    ({"microbatches": 2.5}, TypeError, "microbatches=2.5"),
+    ({"schedule": "2f2b"}, ValueError, "schedule='2f2b': allowed are 'gpipe', '1f1b', 'eager_1f1b' and the path"),
+    ({"schedule": "missing.csv"}, ValueError, "missing.csv"),
+    ({"balance": "luck"}, ValueError, "balance='luck': allowed are 'flops', 'params', 'time', 'memory'."),
+    ({"interleave": 2}, ValueError, "interleave=2"),
+    ({"save_distributed_checkpoint": True}, ValueError, "save_distributed_checkpoint=True"),
+    ({"process_group_backend": "mpi"}, ValueError, "process_group_backend='mpi': allowed are None, 'gloo' and 'nccl'."),
+    ({"timeout": timedelta(0)}, ValueError, "timeout=0:00:00"),
+    ({"split": "net.2"}, TypeError, "write ['name'], not 'name'"),
+    ({"stages": 3, "split": ["net.2"]}, ValueError, "names 1 layer(s), but stages=3 needs 2"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "error", "text"), CONSTRUCTOR)
+def test_arguments_that_no_model_could_use(arguments: dict[str, Any], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=re.escape(text)):
+        PipelineStrategy(**arguments)
+
+
+SET_UP = {
+    "stages do not divide the processes": (
+        "MLP", 3, {"stages": 2}, {}, r"PipelineStrategy\(stages=2\) needs a multiple of 2 processes, but .* = 3"),
+    "more processes than stages": ("MLP", 2, {"stages": 1}, {}, r"stages=1\) was given 2 processes"),
+    "more stages than layers": (
+        "Boring", 2, {"stages": 2}, {}, r"stages=2, but Boring.training_step calls only 1 layer\(s\): layer. Use at most 1"),
+    "an unknown layer in split": ("MLP", 2, {"split": ["net.9"]}, {}, r"there is no layer 'net.9'. The layers are 'net.0'"),
+    "a split out of order": (
+        "MLP", 3, {"split": ["net.4", "net.2"]}, {}, r"'net.2' does not come after the layer that begins stage 1"),
+    "an unknown class in layers": ("MLP", 2, {"layers": ["torch.nn.Conv9d"]}, {}, r"'torch.nn.Conv9d' matches no module"),
+    "a value carried from step to step": ("LSTM", 2, {}, {}, r"self.hidden carries a value"),
+    "an unsupported callback": (
+        "MLP", 2, {}, {"callbacks": [StochasticWeightAveraging(0.1)]}, r"does not support the callback StochasticWeight"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", SET_UP)
+def test_a_model_or_trainer_that_cannot_be_piped(case: str) -> None:
+    name, processes, strategy, trainer, text = SET_UP[case]
+    failures = try_ranks(refused_fit, processes, name, strategy, trainer, processes, timeout=40)
+    for failure in failures:
+        assert re.search(text, str(failure)), failure
+        assert "MisconfigurationException" in str(failure)
+
+
+def refused_fit(name: str, strategy: Any, trainer: Any, devices: int) -> str:
+    extra = trainer.get("callbacks", [])
+    try:
+        if extra:
+            runner = Trainer(
+                accelerator="cpu", devices=devices, strategy=PipelineStrategy(**strategy), callbacks=extra, **QUIET
+            )
+            runner.fit(MLP(), MLP.loader())
+        fit(name, strategy, trainer={}, devices=devices)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "not refused"
+
+
+class Manual(MLP):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class OwnBackward(MLP):
+    def backward(self, loss: Any, *args: Any, **kwargs: Any) -> None:
+        loss.backward()
+
+
+class TwoOptimizers(MLP):
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(self.net[:3].parameters(), 0.1), torch.optim.SGD(self.net[3:].parameters(), 0.1)]
+
+
+class ReturnsNone(MLP):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        super().training_step(batch, batch_idx)
+
+
+class ReadsEarly(MLP):
+    def loss(self, batch: Any) -> Any:
+        hidden = self.net[:3](batch[0])
+        if hidden.sum() > 0:
+            hidden = hidden * 2
+        return self.net[3:](hidden).sum()
+
+
+class TakesIterator(MLP):
+    def training_step(self, dataloader_iter: Any) -> Any:
+        batch, _, _ = next(dataloader_iter)
+        return self.loss(batch)
+
+
+class LBFGS(MLP):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters())
+
+
+@pytest.mark.parametrize(
+    ("cls", "text"),
+    [
+        (Manual, "does not support manual optimization, and Manual sets"),
+        (OwnBackward, "OwnBackward overrides `backward`"),
+        (TwoOptimizers, "supports one optimizer, and configure_optimizers returned 2"),
+        (ReturnsNone, "must return the loss"),
+        (TakesIterator, "takes `dataloader_iter`"),
+    ],
+)
+def test_a_module_that_cannot_be_piped_even_in_one_stage(cls: type[LightningModule], text: str) -> None:
+    assert text in str(try_ranks(fit_class, 1, cls, timeout=40)[0])
+
+
+@pytest.mark.parametrize(
+    ("cls", "text"), [(ReadsEarly, "reads a value that comes from layer 'net.2'"), (LBFGS, "does not support LBFGS")]
+)
+def test_a_module_that_cannot_be_piped_in_two_stages(cls: type[LightningModule], text: str) -> None:
+    for failure in try_ranks(fit_class, 2, cls, timeout=40):
+        assert text in str(failure)
+
+
+def fit_class(cls: type[LightningModule]) -> str:
+    import os
+
+    trainer = Trainer(
+        accelerator="cpu", devices=int(os.environ["WORLD_SIZE"]), strategy="pipeline", max_epochs=1, **QUIET
+    )
+    try:
+        trainer.fit(cls(), MLP.loader())
+    except Exception as error:
+        text, cause = f"{error}", error.__cause__
+        return f"{text} {cause}"
+    return "not refused"
+
+
+def test_one_stage_takes_what_needs_no_cut() -> None:
+    """The demo that carries its hidden state, and the one that has one layer."""
+    assert issubclass(LSTM, LightningModule)
+    assert issubclass(Boring, LightningModule)
+    assert not isinstance(try_ranks(fit, 1, "Boring", {"stages": 1, "microbatches": 2}, timeout=40)[0], str)
