@@ -23,9 +23,7 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {' '.join(message.split())}\n")
 
 
-_Subparsers = (
-    argparse._SubParsersAction
-)  # the type of what add_subparsers returns; argparse has no public name for it
+_Subparsers = argparse._SubParsersAction  # the type of what add_subparsers returns; argparse has no public name for it
 
 
 def _add_schedule(subparsers: _Subparsers[_Parser]) -> None:
@@ -38,15 +36,9 @@ def _add_schedule(subparsers: _Subparsers[_Parser]) -> None:
     parser.add_argument("--stages", type=int, required=True, help="number of ranks in the pipeline")
     parser.add_argument("--microbatches", type=int, required=True, help="number of micro-batches in a batch")
     parser.add_argument("--forward", type=float, default=1.0, help="time of a forward; default %(default)s")
-    parser.add_argument(
-        "--backward", type=float, default=1.0, help="time of a full backward; default %(default)s"
-    )
-    parser.add_argument(
-        "--input", type=float, help="time of an input gradient (I); default that of a forward"
-    )
-    parser.add_argument(
-        "--weight", type=float, help="time of a weight gradient (W); default that of a forward"
-    )
+    parser.add_argument("--backward", type=float, default=1.0, help="time of a full backward; default %(default)s")
+    parser.add_argument("--input", type=float, help="time of an input gradient (I); default that of a forward")
+    parser.add_argument("--weight", type=float, help="time of a weight gradient (W); default that of a forward")
     parser.add_argument("--transfer", type=float, default=0.0, help="time of a message; default %(default)s")
     parser.add_argument("--trace", type=int, metavar="RANK", help="list what this rank holds, tick by tick")
     parser.set_defaults(answer=_schedule)

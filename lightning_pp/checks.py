@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import (
     BatchSizeFinder,
@@ -14,12 +15,11 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
     WeightAveraging,
 )
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_pp import precision
-from lightning_pp.compat import is_overridden
+from lightning_pp.compat import callbacks, is_overridden
 
 __all__: list[str] = []
 
@@ -46,7 +46,7 @@ def check_run(trainer: Trainer, module: LightningModule, num_stages: int) -> Non
         )
     if num_stages == 1:
         return
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+    for callback in callbacks(trainer):
         for cls, why in _CALLBACKS:
             if isinstance(callback, cls):
                 raise MisconfigurationException(
@@ -64,8 +64,8 @@ def _check_module(module: LightningModule) -> None:
         )
     if is_overridden("backward", module):
         raise MisconfigurationException(
-            f"{name} overrides `backward`, which a pipeline cannot call: it runs one backward per micro-batch and stage."
-            " Put loss scaling into training_step and gradient changes into `on_after_backward`."
+            f"{name} overrides `backward`, which a pipeline cannot call: it runs one backward per micro-batch and"
+            " stage. Put loss scaling into training_step and gradient changes into `on_after_backward`."
         )
     for path, inner in module.named_modules():
         if isinstance(inner, DistributedDataParallel) or type(inner).__name__.startswith(("FSDP", "FullySharded")):
@@ -81,11 +81,6 @@ def _check_module(module: LightningModule) -> None:
 
 def check_optimizers(optimizers: list[Any], num_stages: int) -> None:
     """Check what ``configure_optimizers`` returned."""
-    if len(optimizers) > 1:
-        raise MisconfigurationException(
-            f"PipelineStrategy supports one optimizer, and configure_optimizers returned {len(optimizers)}. Use one"
-            " optimizer with several parameter groups."
-        )
     for optimizer in optimizers:
         if isinstance(optimizer, torch.optim.LBFGS) and num_stages > 1:
             raise MisconfigurationException(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -23,9 +24,7 @@ def script_launcher(environment: ClusterEnvironment, num_processes: int, num_nod
     return _SubprocessScriptLauncher(environment, num_processes, num_nodes)
 
 
-def connect_processes(
-    environment: ClusterEnvironment, backend: str, timeout: timedelta, device: torch.device
-) -> None:
+def connect_processes(environment: ClusterEnvironment, backend: str, timeout: timedelta, device: torch.device) -> None:
     """Join the job's default process group, unless this process has already."""
     device_id = device if device.type != "cpu" else None
     _init_dist_connection(environment, backend, timeout=timeout, device_id=device_id)
@@ -73,18 +72,28 @@ def evaluation_batch(trainer: Trainer) -> int:
     return int(loop.batch_progress.total.ready) if loop is not None and hasattr(loop, "batch_progress") else 0
 
 
-def watches_zero_grad(trainer: Trainer, module: LightningModule) -> bool:
-    """Whether user code looks at gradients between training_step and backward."""
-    hooks = ("on_before_zero_grad", "optimizer_zero_grad")
-    return any(is_overridden(hook, module) for hook in hooks) or any(
-        type(callback).on_before_zero_grad is not Callback.on_before_zero_grad
-        for callback in trainer.callbacks  # type: ignore[attr-defined]
+def watches(trainer: Trainer, module: LightningModule, *hooks: str) -> bool:
+    """Whether the module or a callback defines one of ``hooks``."""
+    return any(
+        is_overridden(hook, module)
+        or any(getattr(type(c), hook, None) is not getattr(Callback, hook, None) for c in callbacks(trainer))
+        for hook in hooks
     )
+
+
+def callbacks(trainer: Trainer) -> list[Callback]:
+    """The Trainer's list of callbacks itself."""
+    return trainer.callbacks  # type: ignore[attr-defined, no-any-return]
 
 
 def is_window_start(trainer: Trainer) -> bool:
     """Whether zero_grad follows this training step (see ``_AutomaticOptimization._make_zero_grad_fn``)."""
     return trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0
+
+
+def silence_sync_dist_advice() -> None:
+    """Logged values are equal on all stages already, so Lightning's advice to synchronise them would mislead."""
+    warnings.filterwarnings("ignore", message=r"It is recommended to use `self\.log\(.*sync_dist=True\)`")
 
 
 def is_overridden(name: str, module: LightningModule) -> bool:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from lightning_pp.logs import LogRecorder, replay
@@ -61,7 +61,11 @@ def split(module: LightningModule, batch: Any, num_microbatches: int) -> Parts:
 
 
 def whole_step(
-    module: LightningModule, name: str, part: Any, rest: Sequence[Any], context: Callable[[], AbstractContextManager[None]]
+    module: LightningModule,
+    name: str,
+    part: Any,
+    rest: Sequence[Any],
+    context: Callable[[], AbstractContextManager[None]],
 ) -> Callable[[], Any]:
     """The user's step as the planner wants it: it returns everything that leaves the user's code."""
     function = getattr(module, name)
@@ -211,7 +215,7 @@ class StepRunner:
         if not isinstance(loss, Tensor):
             raise MisconfigurationException(
                 f"{type(self._module).__name__}.training_step must return the loss, a tensor or a dict with the key"
-                f" 'loss', for every micro-batch; it returned {type(output).__name__}. Skipping a step by returning None"
-                " is not possible in a pipeline."
+                f" 'loss', for every micro-batch; it returned {type(output).__name__}. Skipping a step by returning"
+                " None is not possible in a pipeline."
             )
         return loss

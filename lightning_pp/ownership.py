@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -133,10 +133,13 @@ class Ownership:
         return self._mesh.position in self._positions[name]
 
     def _all_positions(self) -> dict[str, tuple[int, ...]]:
-        found = {}
+        """For every name that a parameter or buffer goes by, a tied one's further names included."""
+        first_names = {id(tensor): name for name, tensor in _named_tensors(self._model)}
         buffers = {name for name, _ in self._model.named_buffers()}
-        for name, _ in _named_tensors(self._model):
-            stages = self.cut.stages_of(name, name in buffers, self.num_stages)
+        found = {}
+        for name, tensor in _named_tensors(self._model, every_name=True):
+            first = first_names[id(tensor)]
+            stages = self.cut.stages_of(first, first in buffers, self.num_stages)
             found[name] = tuple(sorted({self._placement[stage] for stage in stages}))
         return found
 
@@ -168,9 +171,9 @@ def share_copies(ownership: Ownership, mesh: Mesh, groups: dict[int, Any], every
             dist.broadcast(buffer, src=mesh.global_rank(0), group=everyone)
 
 
-def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from model.named_parameters()
-    yield from model.named_buffers()
+def _named_tensors(model: nn.Module, every_name: bool = False) -> Iterator[tuple[str, Tensor]]:
+    yield from model.named_parameters(remove_duplicate=not every_name)
+    yield from model.named_buffers(remove_duplicate=not every_name)
 
 
 def _absent(parameter: nn.Parameter) -> nn.Parameter:

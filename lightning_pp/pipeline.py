@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
@@ -126,8 +126,8 @@ class Pipeline:
         if before is not None:
             if before.num_stages != len(self._placement):
                 raise MisconfigurationException(
-                    f"This {type(self._module).__name__} has been cut into {before.num_stages} stages by an earlier run,"
-                    f" and is now to run in {len(self._placement)}. Save a checkpoint and load it into a new module."
+                    f"This {type(self._module).__name__} has been cut into {before.num_stages} stages by an earlier"
+                    f" run, and is now to run in {len(self._placement)}. Save a checkpoint and load it into a new module."
                 )
             return before.board
         with _misconfigured():

@@ -23,7 +23,9 @@ def is_supported(plugin: Precision) -> bool:
     return type(plugin) in (Precision, DoublePrecision, HalfPrecision)
 
 
-def clip_over_stages(plugin: Precision, counts_here: Callable[[Tensor], bool], group: Any, device: torch.device) -> None:
+def clip_over_stages(
+    plugin: Precision, counts_here: Callable[[Tensor], bool], group: Any, device: torch.device
+) -> None:
     """Make ``plugin`` clip by the norm over all stages.
 
     Args:
@@ -40,7 +42,7 @@ def clip_over_stages(plugin: Precision, counts_here: Callable[[Tensor], bool], g
         if grads:
             torch.nn.utils.clip_grads_with_norm_([p for p in parameters if p.grad is not None], clip_val, norm)
 
-    plugin.clip_grad_by_norm = clip_grad_by_norm  # type: ignore[method-assign, assignment]
+    plugin.clip_grad_by_norm = clip_grad_by_norm  # type: ignore[method-assign]
 
 
 def global_norm(parameters: Sequence[Tensor], group: Any, device: torch.device) -> Tensor:

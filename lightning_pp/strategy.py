@@ -1,7 +1,7 @@
 """The Lightning side: processes, hooks and state.
 
-What runs when is decided in ``schedule``, what is cut in ``partition``, and both are carried out by ``runtime``; this file
-says at which of Lightning's hooks.
+What runs when is decided in ``schedule``, what is cut in ``partition``, and both are carried out by ``runtime``; this
+file says at which of Lightning's hooks.
 """
 
 from __future__ import annotations
@@ -13,13 +13,12 @@ from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.fabric.utilities.seed import reset_seed
-from lightning.fabric.utilities.types import ReduceOp
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -187,7 +186,7 @@ class PipelineStrategy(ParallelStrategy):
         assert self.cluster_environment is not None
         self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
         self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-        rank_zero_only.rank = self.global_rank
+        rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
 
     @override
     def setup(self, trainer: Trainer) -> None:
@@ -197,6 +196,7 @@ class PipelineStrategy(ParallelStrategy):
         fitting = trainer.state.fn == TrainerFn.FITTING
         checks.check_run(trainer, module, self.num_stages)
         self.model = self.precision_plugin.convert_module(module)
+        compat.silence_sync_dist_advice()
         data.share_random_state(self._host_group, 0)
         if fitting:
             self.setup_optimizers(trainer)
@@ -225,7 +225,7 @@ class PipelineStrategy(ParallelStrategy):
         precision.clip_over_stages(
             self.precision_plugin, pipeline.ownership.counts_here, pipeline.group, self.root_device
         )
-        callbacks = trainer.callbacks  # type: ignore[attr-defined]
+        callbacks = compat.callbacks(trainer)
         if self.num_stages > 1 and not any(isinstance(callback, data.SameRandomState) for callback in callbacks):
             callbacks.insert(0, data.SameRandomState(self._host_group, 0))
 
@@ -249,6 +249,9 @@ class PipelineStrategy(ParallelStrategy):
         module, pipeline = self._module(), self.pipeline
         trainer = module.trainer
         window_start = compat.is_window_start(trainer)
+        # what this batch makes must not be in .grad yet where zero_grad follows, or where a hook looks at it
+        held_back = window_start or compat.watches(trainer, module, "on_before_backward")
+        keeps_old = not window_start or compat.watches(trainer, module, "on_before_zero_grad", "optimizer_zero_grad")
         step = pipeline.runner.prepare(
             "training_step",
             (*args, *kwargs.values()),
@@ -256,10 +259,10 @@ class PipelineStrategy(ParallelStrategy):
             trainer.fit_loop.total_batch_idx,
             trainer.accumulate_grad_batches,
         )
-        pipeline.gradients.start(window_start, keep_old=compat.watches_zero_grad(trainer, module))
+        pipeline.gradients.start(held_back, keep_old=keeps_old)
         with pipeline.runner.running(step), self._explaining():
             results = pipeline.engine.run(step.job)
-        pipeline.gradients.finish(window_start)
+        pipeline.gradients.finish(held_back)
         return pipeline.runner.finish(step, results)
 
     @override
@@ -318,7 +321,7 @@ class PipelineStrategy(ParallelStrategy):
 
     @override
     def reduce(
-        self, tensor: Tensor | Any, group: Any | None = None, reduce_op: ReduceOp | str | None = "mean"
+        self, tensor: Tensor | Any, group: Any | None = None, reduce_op: dist.ReduceOp | str | None = "mean"
     ) -> Tensor | Any:
         """Over replicas; stages of one pipeline hold one and the same value."""
         return tensor
@@ -391,4 +394,3 @@ class PipelineStrategy(ParallelStrategy):
     def _module(self) -> LightningModule:
         assert self.lightning_module is not None
         return self.lightning_module
-

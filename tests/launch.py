@@ -37,7 +37,9 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60, **kwargs: Any) -> list[Any]:
+def run_ranks(
+    function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60, **kwargs: Any
+) -> list[Any]:
     """Call ``function(*args, **kwargs)`` on every rank; returns the results by rank, all of which must succeed."""
     results = try_ranks(function, world_size, *args, timeout=timeout, **kwargs)
     failures = [f"--- rank {rank}\n{result.text}" for rank, result in enumerate(results) if isinstance(result, Failed)]
@@ -45,7 +47,9 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout
     return results
 
 
-def try_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60, **kwargs: Any) -> list[Any]:
+def try_ranks(
+    function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60, **kwargs: Any
+) -> list[Any]:
     """Like :func:`run_ranks`, with :class:`Failed` in place of a result where a rank raised or died."""
     port = free_port()
     pipes, processes = [], []

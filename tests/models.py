@@ -10,8 +10,7 @@ from lightning.pytorch.demos.lstm import SimpleLSTM
 from lightning.pytorch.demos.transformer import Transformer
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, Dataset, TensorDataset
-from torch.utils.data import default_collate
+from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 
 def generator(seed: int) -> torch.Generator:

@@ -24,7 +24,8 @@ def fit_and_save(folder: str, stages: int, epochs: int, resume: str | None = Non
         accelerator="cpu", devices=max(stages, 1), precision="64-true", max_epochs=epochs, callbacks=[keeper],
         **strategy, **options,
     )  # fmt: skip
-    trainer.fit(GPT(), GPT.loader(), ckpt_path=resume)
+    module = GPT().double()  # Lightning loads a checkpoint before the precision plugin converts the module
+    trainer.fit(module, GPT.loader(), ckpt_path=resume)
     return keeper.best_model_path
 
 

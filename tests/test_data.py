@@ -23,7 +23,9 @@ class Numbered(Dataset[Any]):
         return self.length
 
     def __getitem__(self, index: int) -> Any:
-        return torch.sin(index * torch.arange(8, dtype=torch.float64)), torch.full((3,), index / 100, dtype=torch.float64)
+        return torch.sin(index * torch.arange(8, dtype=torch.float64)), torch.full(
+            (3,), index / 100, dtype=torch.float64
+        )
 
 
 class Augmented(Numbered):
@@ -167,10 +169,9 @@ def test_several_loaders_at_once() -> None:
 
 
 def fit_two_loaders(strategy: Any) -> Any:
+    from lightning_pp import PipelineStrategy
     from tests.models import MLP
     from tests.training import QUIET
-
-    from lightning_pp import PipelineStrategy
 
     class Both(MLP):
         def loss(self, batch: Any) -> Any:
@@ -197,6 +198,4 @@ def different_batches() -> Any:
             x, y = super().__getitem__(index)
             return x + float(os.environ["LOCAL_RANK"]), y
 
-    return fit(
-        "MLP", {"stages": 2, "microbatches": 2}, devices=2, loader=lambda: DataLoader(Private(), batch_size=5)
-    )
+    return fit("MLP", {"stages": 2, "microbatches": 2}, devices=2, loader=lambda: DataLoader(Private(), batch_size=5))

@@ -71,7 +71,8 @@ class Model(LightningModule):
 if __name__ == "__main__":
     Trainer(accelerator="cpu", devices=3, max_epochs=50, logger=False, enable_checkpointing=False,
             enable_progress_bar=False, strategy=PipelineStrategy(
-                stages=3, microbatches=4, split=["blocks.1", "blocks.2"])).fit(Model(), DataLoader(Data(), batch_size=8))
+                stages=3, microbatches=4, split=["blocks.1", "blocks.2"])
+            ).fit(Model(), DataLoader(Data(), batch_size=8))
 """
 
 
@@ -136,7 +137,7 @@ def test_a_failure_outside_of_the_step(script: Path, where: str, rank: str) -> N
 
 
 def test_a_killed_rank(script: Path) -> None:
-    code, output, seconds = run(script, "killed", "1")
+    code, output, _ = run(script, "killed", "1")
     assert code != 0
     assert "lost its peer" in output or "terminated" in output
 
@@ -154,9 +155,10 @@ def failing_and_waiting() -> str:
     import os
 
     import torch
+
     from tests.training import fit
 
-    class Planted(Exception):
+    class PlantedError(Exception):
         pass
 
     from tests.models import MLP
@@ -165,7 +167,7 @@ def failing_and_waiting() -> str:
         x, y = batch
         out = self.net(x)
         if os.environ["LOCAL_RANK"] == "2" and self.trainer.fit_loop.total_batch_idx == 2:
-            raise Planted("planted")
+            raise PlantedError("planted")
         return torch.nn.functional.mse_loss(out, y)
 
     MLP.loss = loss  # type: ignore[method-assign]

@@ -47,9 +47,10 @@ class GradientWatch(Callback):
 
 
 class LateWatch(GradientWatch):
-    """Does not look between training_step and backward: the case in which no old gradients are kept."""
+    """Does not look between training_step and backward: the case in which no gradient is held twice."""
 
     on_before_zero_grad = Callback.on_before_zero_grad
+    on_before_backward = Callback.on_before_backward
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])
@@ -63,7 +64,7 @@ def test_gradients_at_every_hook(stages: int, accumulate: int, watch: type[Callb
     reference, found = plain("GPT", **options), piped("GPT", stages, 3, **options)
     assert_same(reference, found)
     for outcome in found:
-        assert outcome.extra["losses"] == pytest.approx(reference.extra["losses"], abs=1e-9)
+        assert outcome.extra.get("losses") == pytest.approx(reference.extra.get("losses"), abs=1e-9)
         assert outcome.extra["modes"] == reference.extra["modes"]
         assert [hook for hook, _ in outcome.extra["seen"]] == [hook for hook, _ in reference.extra["seen"]]
         for (hook, ours), (_, theirs) in zip(outcome.extra["seen"], reference.extra["seen"], strict=True):
@@ -118,7 +119,7 @@ class LogsALot(MLP):
         self.log("number", 3)
         self.log("sum", torch.ones(len(batch[0])).sum(), reduce_fx="sum", on_step=True, on_epoch=True, batch_size=8)
         self.log("max", batch[0].max(), reduce_fx="max", on_epoch=True)
-        self.log_dict({"a": loss * 2, "b": loss.float()}, on_epoch=True)
+        self.log_dict({"a": loss * 2, "b": loss * 3 + 1}, on_epoch=True)
         if batch_idx % 2 == 0:
             self.log("sometimes", loss + 1)
         return loss

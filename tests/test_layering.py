@@ -33,9 +33,7 @@ def imports(tree: ast.AST, package: list[str]) -> Iterator[tuple[int, str]]:
             above = package[: len(package) - node.level + 1] if node.level else []
             base = ".".join([*above, *([node.module] if node.module else [])])
             # "from lightning_pp import x" names a module or an export, so the name matters there.
-            yield from (
-                (node.lineno, f"{base}.{alias.name}" if base == PACKAGE else base) for alias in node.names
-            )
+            yield from ((node.lineno, f"{base}.{alias.name}" if base == PACKAGE else base) for alias in node.names)
 
 
 def problem(source: str, target: str, siblings: set[str]) -> str | None:

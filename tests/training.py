@@ -4,7 +4,7 @@ import logging
 import random
 import warnings
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -77,7 +77,13 @@ def fit(
         np.random.seed(seed)
     module = MODELS[name]()
     outcome = Outcome()
-    options: dict[str, Any] = {"precision": "64-true", "max_epochs": 2, "accelerator": "cpu", **QUIET, **(trainer or {})}
+    options: dict[str, Any] = {
+        "precision": "64-true",
+        "max_epochs": 2,
+        "accelerator": "cpu",
+        **QUIET,
+        **(trainer or {}),
+    }
     extra = [callback() for callback in callbacks]
     for callback in extra:
         callback.outcome = outcome  # type: ignore[attr-defined]
@@ -95,7 +101,7 @@ def fit(
     return outcome
 
 
-@lru_cache(maxsize=None)
+@cache
 def _plain(name: str, options: str) -> Outcome:
     return run_ranks(fit, 1, name, **_OPTIONS[options])[0]
 
@@ -109,7 +115,9 @@ def plain(name: str, **options: Any) -> Outcome:
     return _plain(name, repr(options))
 
 
-def piped(name: str, stages: int, microbatches: int, strategy: dict[str, Any] | None = None, **options: Any) -> list[Outcome]:
+def piped(
+    name: str, stages: int, microbatches: int, strategy: dict[str, Any] | None = None, **options: Any
+) -> list[Outcome]:
     """The run in a pipeline: what each rank saw."""
     arguments = {"stages": stages, "microbatches": microbatches, **(strategy or {})}
     return run_ranks(fit, stages, name, strategy=arguments, devices=stages, **options)
@@ -130,7 +138,9 @@ def assert_same(reference: Outcome, outcomes: list[Outcome], tolerance: float = 
     parameters = whole(outcomes)
     assert parameters.keys() == reference.parameters.keys()
     for name, expected in reference.parameters.items():
-        torch.testing.assert_close(parameters[name], expected, atol=tolerance, rtol=0, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            parameters[name], expected, atol=tolerance, rtol=0, msg=lambda m, n=name: f"{n}: {m}"
+        )
     for rank, outcome in enumerate(outcomes):
         assert outcome.global_step == reference.global_step
         assert len(outcome.outputs) == len(reference.outputs)

@@ -215,12 +215,10 @@ def _to_bits(tensor: Tensor) -> Tensor:
 
 
 def _from_bits(bits: Tensor, dtype: torch.dtype) -> Tensor:
+    """The way back; a copy, as who keeps one value of many steps should not keep all that travelled with it."""
     if dtype.is_complex:
-        return torch.view_as_complex(bits.contiguous().view(torch.float64).reshape(-1, 2)).to(dtype)
-    if dtype.is_floating_point:
-        return bits.view(torch.float64).to(dtype)
-    # a copy, as the row that carried it goes on to carry other things
-    return bits.to(dtype, copy=True)
+        return torch.view_as_complex(bits.clone().view(torch.float64).reshape(-1, 2)).to(dtype)
+    return (bits.view(torch.float64) if dtype.is_floating_point else bits).to(dtype, copy=True)
 
 
 def _is_small(shape: tuple[int, ...]) -> bool:

@@ -146,7 +146,8 @@ def _open(value: Any) -> tuple[dict[Any, Any], Callable[[dict[Any, Any]], Any] |
     """The items of a container by key and what builds one like it; None for a leaf."""
     children, spec = pytree.tree_flatten(value, is_leaf=lambda item: item is not value)
     if not (len(children) == 1 and children[0] is value):
-        return dict(enumerate(children)), lambda new: pytree.tree_unflatten(list(new.values()), spec)
+        keys = list(value) if isinstance(value, Mapping) else range(len(children))
+        return dict(zip(keys, children, strict=True)), lambda new: pytree.tree_unflatten(list(new.values()), spec)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
         return {name: getattr(value, name) for name in names}, partial(_with_fields, value)

@@ -1,5 +1,6 @@
 """Channels between two real processes: order, headers, windows, buffers, and what is said when a peer is gone."""
 
+import re
 import time
 from datetime import timedelta
 from typing import Any
@@ -8,7 +9,7 @@ import pytest
 import torch
 
 from lightning_pp.runtime.channel import DEPTH, Label, Receiver, Sender, Spec, Specs, gradient_specs
-from lightning_pp.runtime.comm import Peer, PeerLost, make_group
+from lightning_pp.runtime.comm import Peer, PeerLost, job_store, make_group
 from lightning_pp.runtime.window import WINDOW
 from tests.launch import run_ranks, try_ranks
 from tests.runtime.ranks import CPU, connect, leave
@@ -73,35 +74,33 @@ def test_messages_arrive_with_their_dtypes_and_in_the_order_wanted(order: list[i
             assert torch.equal(ours, theirs)
 
 
-def ahead(num_tensors: int, window: int) -> float:
-    """How many messages rank 0 has sent while rank 1 takes none."""
+def ahead(num_tensors: int, window: int) -> int:
+    """Rank 1 takes nothing before rank 0 has sent everything; otherwise both wait until the test is ended."""
     rank = connect()
     sender, receiver = ends(rank)
     names = [(1, mb) for mb in range(window + DEPTH)]
     tensors = [torch.ones(2 + i) for i in range(num_tensors)]
     specs = tuple(map(Spec.of, tensors))
-    seconds = 0.0
     if rank == 0:
         sender.window = window
-        start = time.monotonic()
         for name in names:
             sender.send(name, tensors)
-        seconds = time.monotonic() - start
+        job_store().set("through", "")
         sender.finish()
     else:
         receiver.expect(names, lambda m: specs)
-        time.sleep(2)
+        job_store().wait(["through"])
         for name in names:
             receiver.take(name)
     leave()
-    return seconds
+    return len(names)
 
 
 @pytest.mark.parametrize("num_tensors", [1, 5])
 @pytest.mark.parametrize("window", [1, WINDOW, 9])
 def test_an_edge_holds_window_and_depth_messages(num_tensors: int, window: int) -> None:
     """However many tensors they have: the sender is through while the receiver has taken nothing."""
-    assert run_ranks(ahead, 2, num_tensors, window)[0] < 1.5
+    assert run_ranks(ahead, 2, num_tensors, window, timeout=25) == [window + DEPTH] * 2
 
 
 def wait_in_vain(side: str) -> str:
@@ -128,10 +127,12 @@ def wait_in_vain(side: str) -> str:
 
 
 def test_a_timeout_says_what_was_waited_for() -> None:
-    assert "waited 1.0 s for the activation of micro-batch 3 from rank 0: " in run_ranks(wait_in_vain, 2, "receive")[1]
-    assert "waited 1.0 s for the activation of micro-batch 3 from rank 0: " in run_ranks(wait_in_vain, 2, "header")[1]
-    sent = run_ranks(wait_in_vain, 2, "send")[0]
-    assert "waited 1.0 s for rank 1 to take the activation of micro-batch 3: " in sent
+    """After the timeout of one second, or a little later on a busy machine."""
+    for side in ("receive", "header"):
+        text = run_ranks(wait_in_vain, 2, side)[1]
+        assert re.match(r"waited [1-4]\.\d s for the activation of micro-batch 3 from rank 0: ", text), text
+    text = run_ranks(wait_in_vain, 2, "send")[0]
+    assert re.match(r"waited [1-4]\.\d s for rank 1 to take the activation of micro-batch 3: ", text), text
 
 
 def lose(dying: int) -> tuple[str, float]:
