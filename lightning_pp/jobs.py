@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lightning_pp.logs import LogRecorder, replay
 from lightning_pp.partition.random_state import preserved
+from lightning_pp.partition.trace import TraceError
 from lightning_pp.runtime import microbatch, rng
 from lightning_pp.runtime.engine import Job
 from lightning_pp.runtime.flush import Flush
@@ -194,7 +195,11 @@ class StepRunner:
             plan = by_size.get(size)
             if plan is None or hasattr(self._module, "split_batch"):
                 key = (microbatch.signature(part), mode)
-                plan = self._planner.plan(name, key, whole_step(self._module, name, part, rest, context))
+                step = whole_step(self._module, name, part, rest, context)
+                try:
+                    plan = self._planner.plan(name, key, step)
+                except TraceError as error:
+                    raise MisconfigurationException(f"{name}: {error}") from error
                 by_size[size] = plan
             plans.append(plan)
         return plans

@@ -54,8 +54,8 @@ class LogRecorder:
             raise ValueError(f"`self.log({name!r}, ...)` takes one value, not a dict: use `self.log_dict`.")
         if not isinstance(value, (Tensor, int, float)):
             raise MisconfigurationException(
-                f"self.log({name!r}, ...) was given a {type(value).__name__}. Inside a step that runs in a pipeline, log"
-                " a number or a tensor with one element; for a torchmetrics object log what calling it, or its"
+                f"self.log({name!r}, ...) was given a {type(value).__name__}. Inside a step that runs in a pipeline,"
+                " log a number or a tensor with one element; for a torchmetrics object log what calling it, or its"
                 " compute(), returns."
             )
         names = ("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx", "enable_graph", "sync_dist")

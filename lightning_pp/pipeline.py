@@ -50,11 +50,13 @@ class Pipeline:
         engine: Runs jobs.
         runner: Makes jobs.
         gradients: Holds what the backward passes have made.
+        flush: Shares results and compares batches.
         group: All stages of this pipeline, for device memory; None for a single one.
     """
 
     ownership: Ownership
     engine: Engine
+    flush: Flush
     runner: StepRunner
     gradients: GradientHold
 
@@ -95,12 +97,12 @@ class Pipeline:
         stages = [stage for stage, position in enumerate(self._placement) if position == self._mesh.position]
         planner = Planner(self._module, board, stages, self._device, self._checkpointed(board))
         if before is not None:
-            planner.adopt(name, before.cut, before.num_stages)
+            planner.adopt(before.cut, before.num_stages)
             self.ownership = before
         else:
             with _misconfigured():
                 if first_arguments is None:
-                    planner.adopt(name, self._nothing_cut(), len(self._placement))
+                    planner.adopt(self._nothing_cut(), len(self._placement))
                 else:
                     self._decide(planner, name, first_arguments, context)
             assert planner.cut is not None
@@ -126,8 +128,9 @@ class Pipeline:
         if before is not None:
             if before.num_stages != len(self._placement):
                 raise MisconfigurationException(
-                    f"This {type(self._module).__name__} has been cut into {before.num_stages} stages by an earlier"
-                    f" run, and is now to run in {len(self._placement)}. Save a checkpoint and load it into a new module."
+                    f"This {type(self._module).__name__} has been cut into {before.num_stages} stages by an"
+                    f" earlier run, and is now to run in {len(self._placement)}. Save a checkpoint and load it into a"
+                    " new module."
                 )
             return before.board
         with _misconfigured():
@@ -143,7 +146,7 @@ class Pipeline:
         first_arguments: Callable[[], Sequence[Any]],
         context: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        with preserved():
+        with preserved(), torch.set_grad_enabled(name == "training_step"):
             batch, *rest = first_arguments()
             part = split(self._module, batch, self._num_microbatches).batches[0]
             step = whole_step(self._module, name, part, rest, context)
@@ -170,7 +173,7 @@ class Pipeline:
     def _nothing_cut(self) -> Cut:
         everywhere = tuple(range(len(self._placement)))
         names = [name for name, _ in (*self._module.named_parameters(), *self._module.named_buffers())]
-        return Cut((0,) * (len(everywhere) + 1), dict.fromkeys(names, everywhere), frozenset(), ())
+        return Cut((0,) * (len(everywhere) + 1), dict.fromkeys(names, everywhere), frozenset(), (), "")
 
     def _checkpointed(self, board: Switchboard) -> frozenset[str]:
         wanted = self._arguments.activation_checkpointing
@@ -190,10 +193,12 @@ class Pipeline:
         edges = {edge for training in (True, False) for edge in self._program(self._num_microbatches, training).edges}
         senders, receivers = open_links(mesh, edges, self._device, backend, arguments.timeout)
         self.engine = Engine(mesh.position, self._placement, Stage(board), senders, receivers)
+        with _misconfigured():
+            self.engine.prepare(self._program(self._num_microbatches, training=True))
         groups = tied_groups(self.ownership, mesh, arguments.timeout)
         share_copies(self.ownership, mesh, groups, self.group)
         self.gradients = GradientHold(self.ownership.owned(), groups)
-        flush = Flush(self.group, self._host_group, mesh.position, mesh.num_stages, self._device)
+        self.flush = flush = Flush(self.group, self._host_group, mesh.position, mesh.num_stages, self._device)
         self.runner = StepRunner(
             self._module,
             planner,

@@ -9,16 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
-import torch
-import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -26,16 +21,15 @@ from typing_extensions import override
 from lightning_pp import checkpoint, checks, compat, data, failure, precision
 from lightning_pp.arguments import Arguments
 from lightning_pp.pipeline import Pipeline
-from lightning_pp.runtime.comm import backend_for, job_store
-from lightning_pp.runtime.mesh import Mesh
+from lightning_pp.processes import PipelineProcesses
+from lightning_pp.runtime.comm import job_store
 
 __all__: list[str] = []
 
-_T = TypeVar("_T")
 _Context = Callable[[], AbstractContextManager[None]]
 
 
-class PipelineStrategy(ParallelStrategy):
+class PipelineStrategy(PipelineProcesses):
     """Trains a LightningModule, as it is, in pipeline stages over several processes.
 
     Every process runs the module's own ``training_step`` with the layers of other stages switched off, on one
@@ -87,49 +81,19 @@ class PipelineStrategy(ParallelStrategy):
         process_group_backend: str | None = None,
         timeout: timedelta = timedelta(minutes=30),
     ) -> None:
-        super().__init__()
         if interleave != 1:
             raise ValueError(f"interleave={interleave}: this version has schedules with one chunk per rank; use 1.")
         if save_distributed_checkpoint:
             raise ValueError("save_distributed_checkpoint=True: this version saves one ordinary file; use False.")
-        self.arguments = Arguments(
-            stages, microbatches, schedule, layers, split, balance, activation_checkpointing,
-            process_group_backend, timeout,
+        super().__init__(
+            Arguments(
+                stages, microbatches, schedule, layers, split, balance, activation_checkpointing,
+                process_group_backend, timeout,
+            )
         )  # fmt: skip
-        self.num_nodes = 1
-        self._mesh: Mesh | None = None
         self._pipeline: Pipeline | None = None
-        self._host_group: Any = None
-        self._has_failed = False
 
-    # -- where this process is --------------------------------------------------------------------------------------
-
-    @property
-    def mesh(self) -> Mesh:
-        """This process's position; raises before processes are connected."""
-        if self._mesh is None:
-            raise RuntimeError("The position in the pipeline is not known before the processes have been connected.")
-        return self._mesh
-
-    @property
-    def num_stages(self) -> int:
-        """Pipeline depth."""
-        return self.mesh.num_stages
-
-    @property
-    def stage_index(self) -> int:
-        """The stage that this process runs, from 0."""
-        return self.mesh.position
-
-    @property
-    def data_parallel_rank(self) -> int:
-        """The pipeline that this process belongs to, from 0."""
-        return self.mesh.replica
-
-    @property
-    def data_parallel_size(self) -> int:
-        """Number of pipelines side by side."""
-        return self.mesh.num_replicas
+    # -- start-up ---------------------------------------------------------------------------------------------------
 
     @property
     def pipeline(self) -> Pipeline:
@@ -137,56 +101,6 @@ class PipelineStrategy(ParallelStrategy):
         if self._pipeline is None:
             raise RuntimeError("The model is cut into stages when the Trainer starts to fit, validate or test.")
         return self._pipeline
-
-    @property
-    @override
-    def root_device(self) -> torch.device:
-        assert self.parallel_devices is not None
-        return self.parallel_devices[self.local_rank]
-
-    @property
-    def num_processes(self) -> int:
-        """Processes on this node."""
-        return len(self.parallel_devices) if self.parallel_devices is not None else 0
-
-    @property
-    def is_distributed(self) -> bool:
-        """Whether samples are spread over processes: not by stages, which all see the same batch."""
-        return self._mesh is not None and self._mesh.num_replicas > 1
-
-    @property
-    @override
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return {"num_replicas": self.data_parallel_size, "rank": self.data_parallel_rank}
-
-    # -- start-up ---------------------------------------------------------------------------------------------------
-
-    @override
-    def _configure_launcher(self) -> None:
-        assert self.cluster_environment is not None
-        if not self.cluster_environment.creates_processes_externally:
-            self._launcher = compat.script_launcher(self.cluster_environment, self.num_processes, self.num_nodes)
-
-    @override
-    def setup_environment(self) -> None:
-        super().setup_environment()
-        reset_seed()
-        self.set_world_ranks()
-        num_stages = self.arguments.num_stages(self.world_size)
-        assert self.cluster_environment is not None
-        backend = backend_for(self.root_device, self.arguments.process_group_backend)
-        compat.connect_processes(self.cluster_environment, backend, self.arguments.timeout, self.root_device)
-        self._mesh = Mesh(self.global_rank, num_stages, self.world_size // num_stages)
-        if self._host_group is None:
-            self._host_group = dist.group.WORLD if backend == "gloo" else dist.new_group(backend="gloo")
-        failure.reset(job_store(), self.global_rank, self._host_group)
-
-    def set_world_ranks(self) -> None:
-        """Tell the cluster environment and Lightning's rank-zero helpers who this process is."""
-        assert self.cluster_environment is not None
-        self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
-        self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-        rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
 
     @override
     def setup(self, trainer: Trainer) -> None:
@@ -305,38 +219,6 @@ class PipelineStrategy(ParallelStrategy):
             "predict_step": plugin.predict_step_context,
         }
 
-    # -- between processes ------------------------------------------------------------------------------------------
-
-    @override
-    def barrier(self, name: str | None = None) -> None:
-        if self._host_group is not None:
-            dist.barrier(group=self._host_group)
-
-    @override
-    def broadcast(self, obj: _T, src: int = 0) -> _T:
-        box = [obj]
-        if self._host_group is not None:
-            dist.broadcast_object_list(box, src=src, group=self._host_group)
-        return box[0]
-
-    @override
-    def reduce(
-        self, tensor: Tensor | Any, group: Any | None = None, reduce_op: dist.ReduceOp | str | None = "mean"
-    ) -> Tensor | Any:
-        """Over replicas; stages of one pipeline hold one and the same value."""
-        return tensor
-
-    @override
-    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
-        """Over replicas; with one pipeline it returns ``tensor``, as a single device does."""
-        return tensor
-
-    @override
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        votes = torch.tensor(int(decision))
-        dist.all_reduce(votes, group=self._host_group)
-        return bool(votes == self.world_size) if all else bool(votes)
-
     # -- state ------------------------------------------------------------------------------------------------------
 
     @override
@@ -365,26 +247,16 @@ class PipelineStrategy(ParallelStrategy):
         return failure.explained(job_store())
 
     @override
-    def on_exception(self, exception: BaseException) -> None:
-        self._has_failed = True
-        if self._mesh is not None:
-            failure.leave_note(job_store(), self.global_rank, exception)
+    def on_train_end(self) -> None:
+        self.pipeline.flush.check()
 
     @override
     def teardown(self) -> None:
         if self._pipeline is not None:
             self._pipeline.close()
-        self.precision_plugin.teardown()
-        assert self.accelerator is not None
-        assert self.cluster_environment is not None
-        self.cluster_environment.teardown()
-        self.accelerator.teardown()
-        self.checkpoint_io.teardown()
-        if self._has_failed and dist.is_initialized():
-            # the others wait for this rank: its connections must go, so that they learn of it at once
+        if self._has_failed:
             self._pipeline = None
-            self._host_group = None
-            dist.destroy_process_group()
+        super().teardown()
 
     @classmethod
     @override

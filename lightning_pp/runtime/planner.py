@@ -42,12 +42,14 @@ class Cut:
         ownership: ``{name: stages}`` for everything that a stage needs.
         touched: What glue uses in any way, on every stage.
         calls: The layers in the order of their calls.
+        step: The step function that decided; others follow its ownership.
     """
 
     bounds: tuple[int, ...]
     ownership: Mapping[str, tuple[int, ...]]
     touched: frozenset[str]
     calls: tuple[str, ...]
+    step: str
 
     def stages_of(self, name: str, is_buffer: bool, num_stages: int) -> tuple[int, ...]:
         """The stages that hold ``name``: what nobody needs lies on the last one, loose buffers on all."""
@@ -99,7 +101,6 @@ class Planner:
         self._plans: dict[tuple[Any, ...], StepPlan] = {}
         self.cut: Cut | None = None
         self._num_stages = 0
-        self._deciding = ""
 
     def decide(self, name: str, step: Callable[[], Any], options: CutOptions, agree: Callable[[Cut], Cut]) -> Trace:
         """Trace ``step`` and cut the model by it.
@@ -124,18 +125,16 @@ class Planner:
             )
         bounds = self._bounds(trace, options)
         ownership = planning.owners(trace, bounds, self._held)
-        cut = Cut(bounds, ownership, trace.touched, tuple(call.layer for call in trace.calls))
+        cut = Cut(bounds, ownership, trace.touched, tuple(call.layer for call in trace.calls), name)
         self.cut = agree(cut)
         self._num_stages = options.num_stages
-        self._deciding = name
         self._warn_if_tied(self.cut)
         return trace
 
-    def adopt(self, name: str, cut: Cut, num_stages: int) -> None:
-        """Go by a cut that an earlier run has made for step function ``name``, or by none at all."""
+    def adopt(self, cut: Cut, num_stages: int) -> None:
+        """Go by a cut that an earlier run has made, or by none at all."""
         self.cut = cut
         self._num_stages = num_stages
-        self._deciding = name
 
     def plan(self, name: str, signature: Any, step: Callable[[], Any]) -> StepPlan:
         """The plan of step function ``name`` for micro-batches of ``signature``; traced when it is new."""
@@ -154,7 +153,7 @@ class Planner:
     def _planned(self, name: str, trace: Trace) -> StepPlan:
         assert self.cut is not None
         same = tuple(call.layer for call in trace.calls) == self.cut.calls
-        if name == self._deciding and same:
+        if name == self.cut.step and same:
             bounds = self.cut.bounds
         else:
             names = {key for held in self._held.values() for key in held}

@@ -173,13 +173,13 @@ def test_all_ranks_take_the_cut_they_agree_on(net: Any) -> None:
 
     def agree(cut: Cut) -> Cut:
         trace_bounds.append(cut.bounds)
-        return Cut((0, 1, cut.bounds[-1]), cut.ownership, cut.touched, cut.calls)
+        return Cut((0, 1, cut.bounds[-1]), cut.ownership, cut.touched, cut.calls, cut.step)
 
     planner.decide("step", lambda: model(torch.ones(4, 3)), CutOptions(2, 4, None, "flops"), agree)
     assert planner.plan("step", "four", lambda: model(torch.ones(4, 3))).bounds == (0, 1, trace_bounds[0][-1])
 
 
 def test_what_nobody_needs_lies_on_the_last_stage() -> None:
-    cut = Cut((0, 1, 2), {"a": (0,), "b": (0, 1)}, frozenset({"mask"}), ("x", "y"))
+    cut = Cut((0, 1, 2), {"a": (0,), "b": (0, 1)}, frozenset({"mask"}), ("x", "y"), "training_step")
     assert [cut.stages_of(name, False, 2) for name in ("a", "b", "unused")] == [(0,), (0, 1), (1,)]
     assert [cut.stages_of(name, True, 2) for name in ("a", "mask", "loose")] == [(0,), (0, 1), (0, 1)]
