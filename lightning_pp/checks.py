@@ -8,13 +8,6 @@ from typing import Any
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import (
-    BatchSizeFinder,
-    LearningRateFinder,
-    ModelPruning,
-    StochasticWeightAveraging,
-    WeightAveraging,
-)
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -23,13 +16,15 @@ from lightning_pp.compat import callbacks, is_overridden
 
 __all__: list[str] = []
 
-_CALLBACKS: tuple[tuple[type, str], ...] = (
-    (StochasticWeightAveraging, "it copies and averages the whole model on each process"),
-    (WeightAveraging, "it copies and averages the whole model on each process"),
-    (ModelPruning, "it rewrites parameters that lie on other stages"),
-    (LearningRateFinder, "it has not been proven to give the plain run's result"),
-    (BatchSizeFinder, "Lightning supports it on one process only"),
-)
+#: callbacks by the name of their class, which not every version of Lightning has
+_CALLBACKS = {
+    "StochasticWeightAveraging": "it copies and averages the whole model on each process",
+    "WeightAveraging": "it copies and averages the whole model on each process",
+    "EMAWeightAveraging": "it copies and averages the whole model on each process",
+    "ModelPruning": "it rewrites parameters that lie on other stages",
+    "LearningRateFinder": "it has not been proven to give the plain run's result",
+    "BatchSizeFinder": "Lightning supports it on one process only",
+}
 
 
 def check_run(trainer: Trainer, module: LightningModule, num_stages: int) -> None:
@@ -47,8 +42,9 @@ def check_run(trainer: Trainer, module: LightningModule, num_stages: int) -> Non
     if num_stages == 1:
         return
     for callback in callbacks(trainer):
-        for cls, why in _CALLBACKS:
-            if isinstance(callback, cls):
+        for cls in type(callback).__mro__:
+            why = _CALLBACKS.get(cls.__name__)
+            if why is not None:
                 raise MisconfigurationException(
                     f"PipelineStrategy does not support the callback {type(callback).__name__}: {why}. Remove it."
                 )

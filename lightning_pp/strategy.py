@@ -14,6 +14,7 @@ from typing import Any, Literal
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -136,6 +137,8 @@ class PipelineStrategy(PipelineProcesses):
 
         has_data = combined is not None and bool(combined.flattened)
         pipeline.cut(name, first_arguments if has_data else None, self._contexts()[name], self.optimizers)
+        if name == "training_step":
+            checks.warn_about_batch_norm(module, self.arguments.num_microbatches(self.num_stages), rank_zero_warn)
         precision.clip_over_stages(
             self.precision_plugin, pipeline.ownership.counts_here, pipeline.group, self.root_device
         )
