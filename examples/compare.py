@@ -37,20 +37,12 @@ def show(name: str, plain: dict[int, float], staged: dict[int, float]) -> float:
 
 def parse_args() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--stages", type=int, default=2, help="number of pipeline stages (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--microbatches", type=int, default=8, help="pieces of a batch (default: %(default)s)"
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--stages", type=int, default=2, help="number of pipeline stages (default: %(default)s)")
+    parser.add_argument("--microbatches", type=int, default=8, help="pieces of a batch (default: %(default)s)")
     parser.add_argument("--schedule", default="1f1b", help="order of the work (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=30, help="optimizer steps (default: %(default)s)")
-    parser.add_argument(
-        "--precision", default="64-true", help="as the Trainer takes it (default: %(default)s)"
-    )
+    parser.add_argument("--precision", default="64-true", help="as the Trainer takes it (default: %(default)s)")
     parser.add_argument("--tolerance", type=float, help="end with exit code 1 when a difference is larger")
     return parser.parse_args()
 
@@ -81,8 +73,7 @@ def main() -> None:
         train(plain, "--plain", *common)
         train(staged, *pipeline, *common)
         worst = max(
-            show(name, read_losses(plain, name), read_losses(staged, name))
-            for name in ("train_loss", "val_loss")
+            show(name, read_losses(plain, name), read_losses(staged, name)) for name in ("train_loss", "val_loss")
         )
     print(f"\nlargest difference: {worst:.1e}")
     if args.tolerance is not None and worst > args.tolerance:

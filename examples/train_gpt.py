@@ -202,36 +202,24 @@ def report(args: argparse.Namespace, checkpoint: Path) -> None:
 
 def parse_args() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--stages", type=int, default=2, help="number of pipeline stages (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--microbatches", type=int, default=8, help="pieces of a batch (default: %(default)s)"
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--stages", type=int, default=2, help="number of pipeline stages (default: %(default)s)")
+    parser.add_argument("--microbatches", type=int, default=8, help="pieces of a batch (default: %(default)s)")
     parser.add_argument("--schedule", default="1f1b", help="order of the work (default: %(default)s)")
     parser.add_argument("--accelerator", choices=["cpu", "gpu"], default="cpu")
     parser.add_argument("--devices", type=int, help="number of processes (default: the number of stages)")
-    parser.add_argument(
-        "--precision", default="32-true", help="as the Trainer takes it (default: %(default)s)"
-    )
+    parser.add_argument("--precision", default="32-true", help="as the Trainer takes it (default: %(default)s)")
     length = parser.add_mutually_exclusive_group()
     length.add_argument("--steps", type=int, default=400, help="optimizer steps (default: %(default)s)")
     length.add_argument("--epochs", type=int, help="passes over the text, instead of --steps")
     parser.add_argument("--batch-size", type=int, default=64)
-    parser.add_argument(
-        "--context", type=int, default=32, help="characters in a window (default: %(default)s)"
-    )
+    parser.add_argument("--context", type=int, default=32, help="characters in a window (default: %(default)s)")
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--tied", action="store_true", help="one matrix for the embedding and the head")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--plain", action="store_true", help="one device, no strategy")
-    parser.add_argument(
-        "--out", type=Path, default=Path("runs/gpt"), help="folder for the log and the checkpoint"
-    )
+    parser.add_argument("--out", type=Path, default=Path("runs/gpt"), help="folder for the log and the checkpoint")
     return parser.parse_args()
 
 

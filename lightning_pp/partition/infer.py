@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +18,7 @@ from lightning_pp.partition import tree
 from lightning_pp.partition.calls import CONSTANTS, Argument, TraceError
 from lightning_pp.partition.mirror import show_changes
 from lightning_pp.partition.operators import storage_key
-from lightning_pp.partition.provenance import Provenance
+from lightning_pp.partition.provenance import Provenance, names_of, outputs_of
 from lightning_pp.partition.watch import LayerWatch
 
 __all__: list[str] = []
@@ -84,6 +85,7 @@ class Inference:
         self._fakes: dict[int, Tensor] = {}
         self._fill = torch.Generator(device).manual_seed(0)
         self._undo: list[Callable[[], None]] = []
+        self._differentiable: set[tuple[int, int]] = set()
 
     def __call__(self, name: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inferred:
         """Infer one call.
@@ -103,6 +105,10 @@ class Inference:
         if not dtype.is_floating_point:
             return torch.zeros(tuple(shape), dtype=dtype, device=self._device)
         return torch.empty(tuple(shape), dtype=dtype, device=self._device).uniform_(0.1, 1.0, generator=self._fill)
+
+    def note_gradients(self, outputs: Iterable[tuple[int, int]]) -> None:
+        """Say which layer outputs require a gradient; what is computed from them does too, so that layers save it."""
+        self._differentiable.update(outputs)
 
     def register(self, stand_in: Tensor, tensor: Tensor) -> None:
         """Say that ``stand_in`` stands for parameter or buffer ``tensor``, which is somewhere else."""
@@ -133,7 +139,7 @@ class Inference:
 
     def _with_fakes(self, name: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inferred:
         inputs = tree.leaves((args, kwargs))
-        fakes = [self._fake_mode.from_tensor(item) if isinstance(item, Tensor) else item for item in inputs]
+        fakes = self._fake_inputs(inputs)
         with self._fake_mode:
             parameters = {key: self._fake_parameter(p) for key, p in layer.named_parameters()}
             buffers = {key: self._fake_parameter(b) for key, b in layer.named_buffers()}
@@ -153,7 +159,7 @@ class Inference:
     ) -> Inferred:
         """Run an empty copy of the layer: only its shapes matter (data-dependent routing is one that needs it)."""
         inputs = tree.leaves((args, kwargs))
-        copies = [item.detach().clone() if isinstance(item, Tensor) else item for item in inputs]
+        copies = [_copied(item) for item in inputs]
         copied = self.real_copy(layer)
         cost = Cost()
         given = [item for item in copies if isinstance(item, Tensor)]
@@ -174,6 +180,24 @@ class Inference:
         self._show_changes((args, kwargs), (copied_args, copied_kwargs), inputs, copies)
         _refuse_numbers(name, result, copies)
         return Inferred(_by_identity(result, copies), _positions(copies, watch.written), watch, cost)
+
+    def _fake_inputs(self, inputs: list[Any]) -> list[Any]:
+        distinct = {id(item): item for item in inputs if isinstance(item, Tensor)}
+        shared = Counter(storage_key(tensor) for tensor in distinct.values())
+        fakes = {key: self._fake_input(tensor, shared) for key, tensor in distinct.items()}
+        return [fakes.get(id(item), item) for item in inputs]
+
+    def _fake_input(self, tensor: Tensor, shared: Counter[int]) -> Tensor:
+        if isinstance(tensor, FakeTensor):  # one that a layer has put aside; the watch minds its use
+            return tensor
+        fake = self._fake_mode.from_tensor(tensor)
+        if not torch.is_grad_enabled() or not tensor.is_floating_point() or shared[storage_key(tensor)] > 1:
+            return fake
+        sources = self._provenance.of(tensor)
+        if not (names_of(sources) or outputs_of(sources) & self._differentiable):
+            return fake
+        with self._fake_mode:
+            return fake.detach().requires_grad_().clone()  # no leaf, which could not be written into
 
     def _put_aside(self, original: nn.Module, module: nn.Module, watch: LayerWatch) -> None:
         """Let tensors that the copy has put into attributes turn up in the layer, as they would have without a copy."""
@@ -197,6 +221,10 @@ class Inference:
             fake = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=self._device)
             self._fakes[id(tensor)] = fake.requires_grad_(tensor.requires_grad)
         return self._fakes[id(tensor)]
+
+
+def _copied(item: Any) -> Any:
+    return item.detach().clone() if isinstance(item, Tensor) and not isinstance(item, FakeTensor) else item
 
 
 def _positions(items: list[Any], written: set[int]) -> tuple[int, ...]:

@@ -51,14 +51,10 @@ def values_read(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> lis
 def written_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     """The tensors that this operator writes into."""
     schema = func._schema
-    if not schema.is_mutable:
-        return []
-    return [
-        tensor
-        for position, spec in enumerate(schema.arguments)
-        if spec.alias_info is not None and spec.alias_info.is_write
-        for tensor in tree.tensors_of(args[position] if position < len(args) else kwargs.get(spec.name))
-    ]
+    names = [spec.name for spec in schema.arguments if spec.alias_info is not None and spec.alias_info.is_write]
+    if not names and "batch_norm" in schema.name and _argument(func, args, kwargs, "training") is not False:
+        names = ["running_mean", "running_var"]  # which the schemas do not confess
+    return [tensor for name in names for tensor in tree.tensors_of(_argument(func, args, kwargs, name))]
 
 
 def storage_key(tensor: Tensor) -> int:

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
+from torch.backends import mha
 
 __all__: list[str] = []
 
@@ -46,10 +47,11 @@ class Switchboard:
         self.outside: Handler | None = None
 
     def install(self) -> None:
-        """Switch every layer."""
+        """Switch every layer; one that another board has switched changes over to this one."""
         for name, layer in self.layers.items():
             object.__setattr__(layer, _ATTRIBUTE, Switch(name, self))
-            layer.__class__ = _switched_class(type(layer))
+            if not isinstance(layer, _Switched):
+                layer.__class__ = _switched_class(type(layer))
 
     def remove(self) -> None:
         """Give every layer its own class back."""
@@ -60,12 +62,19 @@ class Switchboard:
 
     @contextmanager
     def answered_by(self, handler: Handler | None) -> Iterator[None]:
-        """Let ``handler`` answer all layer calls inside the block."""
+        """Let ``handler`` answer all layer calls inside the block.
+
+        ``nn.TransformerEncoder`` packs padded batches into nested tensors where no gradient is wanted. Those have no
+        sizes to plan with and cannot be sent, so its fast path is off while a handler is set.
+        """
         before, self.handler = self.handler, handler
+        is_fast = mha.get_fastpath_enabled()
+        mha.set_fastpath_enabled(is_fast and handler is None)
         try:
             yield
         finally:
             self.handler = before
+            mha.set_fastpath_enabled(is_fast)
 
 
 class _Switched:

@@ -144,8 +144,6 @@ class _Tracer:
         """Answer one layer call."""
         with self.provenance.paused(), self.board.answered_by(None):
             inputs = tree.leaves((args, kwargs))
-            for item in inputs:
-                self.provenance.refuse_aside(item, f"The call of layer {name!r}")
             inferred = self._inference(name, self.board.layers[name], args, kwargs)
             tensors, structure = tree.flatten(inferred.result)
             _refuse_objects(name, structure)
@@ -186,6 +184,7 @@ class _Tracer:
         """What the user's code gets: real tensors whose sources are known."""
         index = len(self._calls) - 1
         outputs = [self._inference.filled(tensor.shape, tensor.dtype) for tensor in tensors]
+        self._inference.note_gradients((index, leaf) for leaf, tensor in enumerate(tensors) if tensor.requires_grad)
         for leaf, output in enumerate(outputs):
             self.provenance.add_output(output, (index, leaf))
         for leaf, position in enumerate(written, start=len(tensors)):

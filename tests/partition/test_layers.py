@@ -53,7 +53,7 @@ def test_nested_lists_are_opened():
 
 
 def test_encoder_and_decoder_of_a_transformer():
-    found = names(holder(model=nn.Transformer(8, 2, 2, 2, 8)))
+    found = names(holder(model=nn.Transformer(8, 2, 2, 2, 8, batch_first=True)))
     assert found == [
         "model.encoder.layers.0",
         "model.encoder.layers.1",
@@ -99,9 +99,9 @@ def test_wanted_that_is_not_there():
     with pytest.raises(ValueError, match="matches no module") as error:
         names(GPT(), ["transformer.x"])
     assert str(error.value) == (
-        "layers=['transformer.x']: 'transformer.x' matches no module of GPT. Give a class, the import path of a class or a"
-        " module's name. Its classes are Block, Dropout, Embedding, LayerNorm, Linear, ModuleDict, ModuleList, ReLU,"
-        " Sequential; its modules transformer, norm, head and what they hold."
+        "layers=['transformer.x']: 'transformer.x' matches no module of GPT. Give a class, the import path of a class"
+        " or a module's name. Its classes are Block, Dropout, Embedding, LayerNorm, Linear, ModuleDict, ModuleList,"
+        " ReLU, Sequential; its modules transformer, norm, head and what they hold."
     )
 
 
@@ -112,6 +112,6 @@ def test_wanted_of_other_kinds_that_are_not_there(wanted):
 
 
 def test_wanted_that_is_never_called():
-    with pytest.raises(ValueError, match="'transformer.h' is a ModuleList, which is never called itself") as error:
+    with pytest.raises(ValueError, match=r"'transformer.h' is a ModuleList, which is never called itself") as error:
         names(GPT(), ["transformer.h"])
     assert str(error.value).endswith("Name what it holds: transformer.h.0, transformer.h.1.")

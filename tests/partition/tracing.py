@@ -47,10 +47,10 @@ class Net(nn.Module):
     def __init__(self, count: int, forward: Callable[..., Any] | None = None, width: int = 4) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(count))
-        self.steps = forward
+        self.function = forward
 
     def forward(self, *args: Any) -> Any:
-        return self.steps(self, *args) if self.steps else chain(self, *args)
+        return self.function(self, *args) if self.function else chain(self, *args)
 
 
 def chain(net: Net, x: Tensor) -> Tensor:
