@@ -13,6 +13,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from lightning_pp.logs import LogRecorder, replay
+from lightning_pp.partition import tree
 from lightning_pp.partition.random_state import preserved
 from lightning_pp.partition.trace import TraceError
 from lightning_pp.runtime import microbatch, rng
@@ -72,8 +73,9 @@ def whole_step(
     function = getattr(module, name)
 
     def step() -> Any:
+        own = tree.map_leaves(lambda leaf: leaf, part)  # a step may pop from its batch
         with LogRecorder(module) as recorder, context():
-            return function(part, *rest), recorder.values
+            return function(own, *rest), recorder.values
 
     return step
 

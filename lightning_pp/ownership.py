@@ -68,7 +68,9 @@ class Ownership:
 
     def provider(self, name: str) -> int:
         """The global rank whose copy of ``name`` counts."""
-        return self._mesh.global_rank(self._positions[name][0]) if name in self._positions else self._mesh.rank
+        if name not in self._positions:
+            return self._mesh.rank
+        return self._mesh.global_rank(self._positions[name][-1 if name in self.cut.updated else 0])
 
     def counts_here(self, parameter: Tensor) -> bool:
         """Whether this rank is the one that counts ``parameter`` (once for a tied one)."""

@@ -484,6 +484,45 @@ class ReentrantBlocks(CheckpointedBlocks):
     reentrant = True
 
 
+class SpanningReentrant(UntiedDropoutGPT):
+    """One reentrant checkpoint around all blocks: it builds its graph only when it returns."""
+
+    reentrant = True
+
+    def forward(self, ids: Tensor) -> Tensor:
+        def body(x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = block(x)
+            return x
+
+        x = self.tok(ids) + self.pos_emb[:, : ids.shape[1]]
+        return self.head(self.norm(torch.utils.checkpoint.checkpoint(body, x, use_reentrant=self.reentrant)))
+
+
+class SpanningCheckpoint(SpanningReentrant):
+    reentrant = False
+
+
+class PopsAndHooks(MLP):
+    """Takes its batch apart, hooks a layer's output, and asks it to keep its gradient."""
+
+    def loss(self, batch: Any) -> Tensor:
+        assert batch.pop("kind") == "text"
+        hidden = self.net[:2](batch["x"])
+        hidden.register_hook(lambda grad: grad * 0.5)
+        hidden.retain_grad()
+        return F.mse_loss(self.net[2:](hidden), batch["y"])
+
+    @staticmethod
+    def loader() -> DataLoader[Any]:
+        samples = [{"x": x, "y": y} for x, y in regression_data()]  # type: ignore[attr-defined]
+        return DataLoader(samples, batch_size=8, collate_fn=_labelled)  # type: ignore[arg-type]
+
+
+def _labelled(items: list[Any]) -> dict[str, Any]:
+    return {**default_collate(items), "kind": "text"}
+
+
 class SharedNormModel(Module):
     """Modules inside blocks that are shared between blocks."""
 

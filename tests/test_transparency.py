@@ -14,10 +14,17 @@ from tests.training import assert_same, piped, plain, whole
 UNMODIFIED = [
     "MLP", "GPT", "HeadInGlueGPT", "UNet", "EncoderDecoder", "RichBoundaries", "InPlaceGlue", "FrozenHalf",
     "FrozenLastHalf", "LateField", "TwiceCalled", "KeepsLogits", "SharedNormModel", "VaryingLengthGPT", "WeightedGPT",
-    "AuxiliaryLoss",
+    "AuxiliaryLoss", "PopsAndHooks",
 ]  # fmt: skip
 #: draw random numbers in layers, in the code between them, or both
-DRAWING = ["DropoutMLP", "UntiedDropoutGPT", "DrawingUNet", "CheckpointedBlocks", "ReentrantBlocks"]
+DRAWING = [
+    "DropoutMLP",
+    "UntiedDropoutGPT",
+    "DrawingUNet",
+    "CheckpointedBlocks",
+    "ReentrantBlocks",
+    "SpanningCheckpoint",
+]
 
 
 @pytest.mark.parametrize("stages", [1, 2, 4])
@@ -47,6 +54,13 @@ def test_a_schedule_from_a_file(tmp_path: Any) -> None:
     path = tmp_path / "mine.csv"
     write_csv(gpipe(2, 4), path)
     assert_same(plain("MLP"), piped("MLP", 2, 4, strategy={"schedule": str(path)}))
+
+
+@pytest.mark.parametrize("split", [["net.2"], ["net.1", "net.2"], ["net.2", "net.4", "net.6"]])
+def test_hooks_and_writes_right_at_a_cut(split: list[str]) -> None:
+    """The code between two layers runs on both sides of a cut between them."""
+    for name in ("PopsAndHooks", "KeepsLogits"):
+        assert_same(plain(name), piped(name, len(split) + 1, 3, strategy={"split": split}))
 
 
 @pytest.mark.parametrize("name", DRAWING)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from math import prod
@@ -39,7 +40,8 @@ class Leaf:
     """One tensor of a layer's output.
 
     Attributes:
-        written: Whether the step writes into it in place later on.
+        written: Whether the step writes into it in place later on, or hooks its gradient: what the user's code gets must
+            not be what is handed on.
     """
 
     shape: tuple[int, ...]
@@ -67,6 +69,7 @@ class Call:
         flops: Floating-point operations of its forward.
         saved_bytes: Bytes it keeps for its backward, parameters excluded.
         seconds: What the trace's ``time_call`` said; 0 without one.
+        region: The reentrant gradient checkpoint that it runs in, numbered; None outside of one.
     """
 
     layer: str
@@ -79,6 +82,7 @@ class Call:
     flops: int
     saved_bytes: int
     seconds: float = 0.0
+    region: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +121,28 @@ class Trace:
         """Bytes that cross a cut in front of call number ``call``."""
         return sum(self.calls[index].leaves[leaf].num_bytes for index, leaf in self.live(call))
 
+    def refuse_cut_regions(self, bounds: Sequence[int]) -> None:
+        """Complain where a reentrant gradient checkpoint would lie on two stages.
+
+        Such a checkpoint runs without gradients and builds its graph when it returns, which it does on neither stage.
+
+        Raises:
+            TraceError: One of ``bounds`` lies inside of one.
+        """
+        stage_of = [bisect_right(bounds[1:-1], index) for index in range(len(self.calls))]
+        first: dict[object, int] = {}
+        for index, call in enumerate(self.calls):
+            if call.region is None:
+                continue
+            for key in (call.region, call.layer):  # one checkpoint, and one layer in several of them
+                other = first.setdefault(key, index)
+                if stage_of[other] != stage_of[index]:
+                    raise TraceError(
+                        f"A cut between layers {self.calls[other].layer!r} and {call.layer!r} divides what runs in"
+                        " torch.utils.checkpoint.checkpoint(..., use_reentrant=True). Use use_reentrant=False,"
+                        " checkpoint the layers one by one, or set PipelineStrategy(activation_checkpointing=True) instead."
+                    )
+
     @property
     def layers(self) -> tuple[str, ...]:
         """The layers that are called, each once."""
@@ -137,5 +163,10 @@ def rebuild(structure: object, tensors: list[Tensor], inputs: list[Any]) -> Any:
 
 
 def stand_in_for(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor of zeros in the shape of ``tensor`` that takes one element of memory."""
-    return torch.zeros((), dtype=tensor.dtype, device=device).expand(tensor.shape)
+    """A tensor in the shape of ``tensor`` that takes one element of memory (see :func:`plain_value`)."""
+    return torch.full((), plain_value(tensor.dtype), dtype=tensor.dtype, device=device).expand(tensor.shape)
+
+
+def plain_value(dtype: torch.dtype) -> float | int:
+    """What stands where nobody needs the true value: one that scales, probabilities and divisors bear too."""
+    return 0.5 if dtype.is_floating_point or dtype.is_complex else 0

@@ -190,7 +190,7 @@ class Inference:
     def _fake_input(self, tensor: Tensor, shared: Counter[int]) -> Tensor:
         if isinstance(tensor, FakeTensor):  # one that a layer has put aside; the watch minds its use
             return tensor
-        fake = self._fake_mode.from_tensor(tensor)
+        fake = self._fake_mode.from_tensor(tensor.detach())
         if not torch.is_grad_enabled() or not tensor.is_floating_point() or shared[storage_key(tensor)] > 1:
             return fake
         sources = self._provenance.of(tensor)

@@ -36,6 +36,14 @@ def draws_random(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bo
     return bool(_argument(func, args, kwargs, "dropout_p") != 0.0)
 
 
+def own_generator(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Generator | None:
+    """The generator of the user's that this operator draws from, if it does."""
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return None
+    generator = _argument(func, args, kwargs, "generator")
+    return generator if isinstance(generator, torch.Generator) else None
+
+
 def values_read(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     """The tensors whose values this operator hands to Python, or lets decide a shape."""
     if func is torch.ops.aten.index.Tensor:  # the tag is for masks; whole numbers have a shape of their own

@@ -59,6 +59,7 @@ class Provenance(TorchDispatchMode):
         draws: Whether glue drew random numbers.
         tail: What the operations since the last layer call used.
         touched: Names of parameters and buffers that glue used in any way, if only for their dtype.
+        own_draws: Where each generator of the user's was drawn from first: layer calls before, and the line.
         aside: By storage key, the layer that made a tensor which lives on without having been returned.
     """
 
@@ -70,6 +71,7 @@ class Provenance(TorchDispatchMode):
         self.written: set[tuple[int, int]] = set()
         self.reads: list[Read] = []
         self.draws = False
+        self.own_draws: dict[torch.Generator, tuple[int, str]] = {}
         self.aside: dict[int, str] = {}
         self._paused = False
         self._sources: dict[int, frozenset[Source]] = {}
@@ -92,6 +94,7 @@ class Provenance(TorchDispatchMode):
             sources = NOTHING
         self.tail |= sources
         self.draws = self.draws or operators.draws_random(func, args, kwargs)
+        self._draw_own(operators.own_generator(func, args, kwargs))
         targets = operators.written_arguments(func, args, kwargs)
         for tensor in targets:
             self._before_write(tensor)
@@ -186,6 +189,7 @@ class Provenance(TorchDispatchMode):
                 self._sources[key] = sources - outputs | {f"{KEPT}{key}"}
         self._outputs.clear()
         self.start_calls()
+        self.own_draws.clear()
         self.reads.clear()
         return forgotten
 
@@ -208,6 +212,17 @@ class Provenance(TorchDispatchMode):
         for tensor in inputs:
             self.refuse_aside(tensor, "The step")
         self.touched.update(source for source in sources if isinstance(source, str) and not source.startswith(KEPT))
+
+    def _draw_own(self, generator: torch.Generator | None) -> None:
+        if generator is None:
+            return
+        first, where = self.own_draws.setdefault(generator, (self.num_calls, user_line()))
+        if first != self.num_calls:
+            raise TraceError(
+                f"The step draws from one torch.Generator of its own at two places with layers in between: {where}, and"
+                f" {user_line()}. A stage that ends between them would draw fewer numbers than the others. Draw all at"
+                " the beginning, use two generators, or torch's global one."
+            )
 
     def _read(self, tensor: Tensor) -> None:
         sources = self.of(tensor)

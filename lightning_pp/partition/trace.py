@@ -11,13 +11,16 @@ is exactly what has to cross a cut in front of call ``c``.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointFunction
 
 from lightning_pp.partition import tree
 from lightning_pp.partition.calls import CONSTANTS, TimeCall
@@ -85,10 +88,13 @@ class _Tracer:
         self._inference = Inference(model, device, self.provenance)
         self._time_call: TimeCall | None = None
         self._calls: list[_Recording] = []
+        self._given: list[list[Tensor]] = []
         self._kept: dict[int, str] = {}
+        self._trains = torch.is_grad_enabled()
+        self._regions: list[FrameType] = []
 
     def run(self, step: Callable[[], Any], time_call: TimeCall | None = None) -> Trace:
-        self._calls, self._time_call = [], time_call
+        self._calls, self._given, self._time_call = [], [], time_call
         before = capture_python()
         with self.board.answered_by(self), self.provenance, self.provenance.seeing_conversions():
             try:
@@ -175,6 +181,7 @@ class _Tracer:
             flops=inferred.cost.flops,
             saved_bytes=inferred.cost.saved_bytes,
             seconds=seconds,
+            region=self._region(),
         )
         given = [self.provenance.of(item) for item in inputs if isinstance(item, Tensor)]
         self._calls.append(_Recording(call, inferred.watch.sources.union(*given)))
@@ -184,12 +191,30 @@ class _Tracer:
         """What the user's code gets: real tensors whose sources are known."""
         index = len(self._calls) - 1
         outputs = [self._inference.filled(tensor.shape, tensor.dtype) for tensor in tensors]
+        outputs = [  # not leaves: the user's code may write into them, or hook them
+            output.requires_grad_().clone() if tensor.requires_grad else output
+            for output, tensor in zip(outputs, tensors, strict=True)
+        ]
         self._inference.note_gradients((index, leaf) for leaf, tensor in enumerate(tensors) if tensor.requires_grad)
+        self._given.append(outputs)
         for leaf, output in enumerate(outputs):
             self.provenance.add_output(output, (index, leaf))
         for leaf, position in enumerate(written, start=len(tensors)):
             self.provenance.overwrite(inputs[position], (index, leaf))
         return rebuild(structure, outputs, inputs)
+
+    def _region(self) -> int | None:
+        """Which reentrant gradient checkpoint is running the code."""
+        if torch.is_grad_enabled() or not self._trains:
+            return None
+        frame = inspect.currentframe()
+        while frame is not None:
+            if frame.f_code is CheckpointFunction.forward.__code__:
+                if frame not in self._regions:
+                    self._regions.append(frame)
+                return self._regions.index(frame)
+            frame = frame.f_back
+        return None
 
     def _returned(self, tensor: Tensor) -> frozenset[Source]:
         self.provenance.refuse_aside(tensor, "The result of the step")
@@ -197,9 +222,11 @@ class _Tracer:
 
     def _finished(self, index: int, everywhere: frozenset[str]) -> Call:
         call, sources = self._calls[index].call, self._calls[index].sources
+        # a hook on what is handed on would run on both sides of the cut
+        touched = {(index, leaf) for leaf, output in enumerate(self._given[index]) if output._backward_hooks}
+        touched |= self.provenance.written
         leaves = tuple(
-            Leaf(leaf.shape, leaf.dtype, (index, number) in self.provenance.written)
-            for number, leaf in enumerate(call.leaves)
+            Leaf(leaf.shape, leaf.dtype, (index, number) in touched) for number, leaf in enumerate(call.leaves)
         )
         return replace(call, leaves=leaves, needs=outputs_of(sources), parameters=names_of(sources) | everywhere)
 

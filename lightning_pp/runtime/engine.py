@@ -234,7 +234,7 @@ class Engine:
         saved = self._saved.pop(key)
         grads = self._grads_in.pop(key) if saved.root_grads is None else saved.root_grads
         if saved.roots:
-            self._stage.backward(saved.layout, saved.roots, grads)
+            self._stage.backward(saved.layout, saved.roots, grads, saved.received)
         if key[0] == 0:
             return
         made = [_grad_of(tensor) for tensor in saved.received if tensor.requires_grad]

@@ -43,6 +43,7 @@ class Cut:
         touched: What glue uses in any way, on every stage.
         calls: The layers in the order of their calls.
         step: The step function that decided; others follow its ownership.
+        updated: Buffers that every stage holds, and of which only the last one's is right after a step.
     """
 
     bounds: tuple[int, ...]
@@ -50,6 +51,7 @@ class Cut:
     touched: frozenset[str]
     calls: tuple[str, ...]
     step: str
+    updated: frozenset[str] = frozenset()
 
     def stages_of(self, name: str, is_buffer: bool, num_stages: int) -> tuple[int, ...]:
         """The stages that hold ``name``: what nobody needs lies on the last one, loose buffers on all."""
@@ -124,8 +126,9 @@ class Planner:
                 " name smaller layers with layers=."
             )
         bounds = self._bounds(trace, options)
+        trace.refuse_cut_regions(bounds)
         ownership = planning.owners(trace, bounds, self._held)
-        cut = Cut(bounds, ownership, trace.touched, tuple(call.layer for call in trace.calls), name)
+        cut = Cut(bounds, ownership, trace.touched, tuple(call.layer for call in trace.calls), name, trace.updated)
         self.cut = agree(cut)
         self._num_stages = options.num_stages
         self._warn_if_tied(self.cut)
@@ -166,7 +169,8 @@ class Planner:
         parts = planning.segments(trace, bounds)
         absent = absent_tensors(self._model, trace.touched)
         layouts = {
-            stage: Layout(trace, parts[stage], self._device, self._checkpointed, absent) for stage in self._stages
+            stage: Layout(trace, parts[stage], self._device, self._checkpointed, absent, torch.is_grad_enabled())
+            for stage in self._stages
         }
         return StepPlan(trace, bounds, SignaturePlan(layouts))
 

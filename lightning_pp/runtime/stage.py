@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_pp.partition import tree
+from lightning_pp.partition.calls import Argument, Call, Trace, plain_value, rebuild, stand_in_for
 from lightning_pp.partition.plan import Segment
 from lightning_pp.partition.switch import Switchboard
-from lightning_pp.partition.trace import Argument, Call, Trace, rebuild, stand_in_for
 from lightning_pp.runtime import rng
 
 __all__: list[str] = []
@@ -37,6 +37,7 @@ class Layout:
         device: Where placeholders live.
         checkpointed: Names of layers whose activations are recomputed in the backward pass.
         absent: ``(dict, key)`` of parameters and buffers that glue touches and this process does not hold.
+        trains: Whether the step computes gradients.
     """
 
     def __init__(
@@ -46,9 +47,12 @@ class Layout:
         device: torch.device,
         checkpointed: frozenset[str] = frozenset(),
         absent: Sequence[tuple[dict[str, Any], str]] = (),
+        trains: bool = False,
     ) -> None:
+        self.trains = trains
         self.stand_ins = [(held, key, stand_in_for(held[key], device)) for held, key in absent]
         self.drawing = frozenset(call.layer for call in trace.calls if call.draws)
+        self.own = frozenset(call.layer for call in trace.calls[segment.start : segment.stop])
         self.calls = trace.calls
         self.start = segment.start
         self.stop = segment.stop
@@ -68,17 +72,26 @@ class Layout:
         ]
         self.rewritten = [_rewritten(call) for call in self.calls]
 
+    def placeholder(self, call: int, leaf: int) -> Tensor:
+        """What stands for a layer output that nobody needs: as good as a real one for glue that only passes it on."""
+        shared = self.placeholders[call][leaf]
+        if shared is not None:
+            return shared
+        spec = self.calls[call].leaves[leaf]
+        fresh = torch.full(spec.shape, plain_value(spec.dtype), dtype=spec.dtype, device=self._device)
+        return self._like_computed(fresh).clone()  # not a leaf, so that it bears being written into
+
     def _placeholders(self, call: Call) -> list[Tensor | None]:
         """Shared tensors without memory; None where the step writes into them and needs real ones."""
-        return [
-            None if leaf.written else torch.zeros((), dtype=leaf.dtype, device=self._device).expand(leaf.shape)
-            for leaf in call.leaves[: len(call.leaves) - len(call.writes)]
-        ]
+        found: list[Tensor | None] = []
+        for leaf in call.leaves[: len(call.leaves) - len(call.writes)]:
+            value = torch.full((), plain_value(leaf.dtype), dtype=leaf.dtype, device=self._device)
+            found.append(None if leaf.written else self._like_computed(value.expand(leaf.shape)))
+        return found
 
-    def fresh(self, call: int, leaf: int) -> Tensor:
-        """A placeholder that bears being written into."""
-        spec = self.calls[call].leaves[leaf]
-        return torch.zeros(spec.shape, dtype=spec.dtype, device=self._device)
+    def _like_computed(self, tensor: Tensor) -> Tensor:
+        """Hooks and reentrant gradient checkpoints of the user ask for tensors that require gradients."""
+        return tensor.requires_grad_(self.trains and tensor.is_floating_point())
 
 
 class Frame:
@@ -133,13 +146,16 @@ class Frame:
 
     def _answer(self, index: int, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensors = []
-        for leaf, placeholder in enumerate(self._layout.placeholders[index]):
+        for leaf in range(len(self._layout.placeholders[index])):
             value = self.values.get((index, leaf))
             if value is not None:
                 # what the user's code may write into must not be what is handed on
                 tensors.append(value.clone() if call.leaves[leaf].written else value)
             else:
-                tensors.append(self._layout.fresh(index, leaf) if placeholder is None else placeholder)
+                tensors.append(self._layout.placeholder(index, leaf))
+        if self._layout.trains and not torch.is_grad_enabled():
+            # a reentrant checkpoint makes what leaves it its own; Stage.backward answers when it runs again
+            tensors = [tensor.detach() for tensor in tensors]
         if isinstance(call.structure, tree.Slot) and not call.writes:
             return tensors[0]
         inputs = tree.leaves((args, kwargs))
@@ -221,17 +237,47 @@ class Stage:
         self.frame = None
         return result, gives
 
-    def backward(self, layout: Layout, roots: Sequence[Any], grads: Sequence[Tensor | None]) -> None:
-        """Run autograd from ``roots``; layers that a gradient checkpoint calls again draw what they drew."""
-        drawing = layout.drawing
+    def backward(
+        self, layout: Layout, roots: Sequence[Any], grads: Sequence[Tensor | None], received: Sequence[Tensor] = ()
+    ) -> None:
+        """Run autograd from ``roots``.
 
-        def again(name: str, compute: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            if name not in drawing:
-                return compute(*args, **kwargs)
-            return rng.seeded(rng.layer_seed(), compute, args, kwargs)
-
-        with self._board.answered_by(again):
+        A gradient checkpoint of the user may call layers again meanwhile: they draw what they drew, and layers of
+        earlier stages are answered with what was ``received``.
+        """
+        with self._board.answered_by(_Again(layout, received)):
             torch.autograd.backward(roots, grads)
+
+
+class _Again:
+    """Answers layers that are called again in a backward pass."""
+
+    def __init__(self, layout: Layout, received: Sequence[Tensor]) -> None:
+        self._layout = layout
+        self._values = dict(zip(layout.takes, received, strict=False))
+
+    def __call__(self, name: str, compute: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        seed = rng.layer_seed() if name in self._layout.drawing else None
+        if name not in self._layout.own:
+            return self._answer(name, args, kwargs)
+        return compute(*args, **kwargs) if seed is None else rng.seeded(seed, compute, args, kwargs)
+
+    def _answer(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        calls = self._layout.calls
+        indices = [index for index in range(self._layout.start) if calls[index].layer == name]
+        if len(indices) != 1:
+            raise ChangedStepError(
+                f"A gradient checkpoint calls layer {name!r} again, which the step calls {len(indices)} times before"
+                " this stage. Use use_reentrant=False, or checkpoint each layer by itself."
+            )
+        index = indices[0]
+        tensors = []
+        for leaf in range(len(self._layout.placeholders[index])):
+            value = self._values.get((index, leaf))
+            if value is None:
+                value = self._layout.placeholder(index, leaf)
+            tensors.append(value.clone() if calls[index].leaves[leaf].written else value)
+        return rebuild(calls[index].structure, tensors, tree.leaves((args, kwargs)))
 
 
 def _tensor_order(call: Call) -> list[int | None]:

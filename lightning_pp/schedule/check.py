@@ -92,10 +92,7 @@ def _check_complete(kinds: dict[_Key, list[Kind]], placement: Sequence[int], for
     num_microbatches = 1 + max(mb for _, mb in kinds)
     if len(kinds) != num_microbatches * len(placement):
         missing = next(
-            (stage, mb)
-            for mb in range(num_microbatches)
-            for stage in range(len(placement))
-            if (stage, mb) not in kinds
+            (stage, mb) for mb in range(num_microbatches) for stage in range(len(placement)) if (stage, mb) not in kinds
         )
         stage, mb = missing
         raise ValueError(
@@ -104,9 +101,7 @@ def _check_complete(kinds: dict[_Key, list[Kind]], placement: Sequence[int], for
         )
     for (stage, mb), seen in sorted(kinds.items()):
         if Kind.F not in seen:
-            raise ValueError(
-                f"rank {placement[stage]} lacks {Op(stage, Kind.F, mb)}: every micro-batch needs F"
-            )
+            raise ValueError(f"rank {placement[stage]} lacks {Op(stage, Kind.F, mb)}: every micro-batch needs F")
         if forward_only or Kind.B in seen or (Kind.I in seen and Kind.W in seen):
             continue
         half = Kind.W if Kind.I in seen else Kind.I if Kind.W in seen else Kind.B

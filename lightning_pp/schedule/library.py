@@ -37,9 +37,7 @@ def gpipe(num_ranks: int, num_microbatches: int) -> Schedule:
     }
 
 
-def one_f_one_b(
-    num_ranks: int, num_microbatches: int, extra_in_flight: Sequence[int] | None = None
-) -> Schedule:
+def one_f_one_b(num_ranks: int, num_microbatches: int, extra_in_flight: Sequence[int] | None = None) -> Schedule:
     """Rank k of P: P-k-1 warm-up forwards, then forward and backward in turn, then the other backwards.
 
         tick     0  1  2  3  4  5  6  7  8  9  10 11 12 13 14 15 16 17
@@ -64,9 +62,7 @@ def one_f_one_b(
     at_least_one(num_ranks=num_ranks, num_microbatches=num_microbatches)
     extra = [0] * num_ranks if extra_in_flight is None else list(extra_in_flight)
     if len(extra) != num_ranks or any(number < 0 for number in extra):
-        raise ValueError(
-            f"extra_in_flight needs {num_ranks} numbers of at least 0, one per rank; got {extra}"
-        )
+        raise ValueError(f"extra_in_flight needs {num_ranks} numbers of at least 0, one per rank; got {extra}")
     depths = [min(num_microbatches, num_ranks - rank + extra[rank]) for rank in range(num_ranks)]
     for rank in range(1, num_ranks):
         if depths[rank] > depths[rank - 1]:
@@ -153,8 +149,7 @@ def truncate(schedule: Mapping[int, Sequence[Op]], num_microbatches: int) -> Sch
     available = 1 + max((op.mb for ops in schedule.values() for op in ops), default=-1)
     if num_microbatches > available:
         raise ValueError(
-            f"the schedule has {available} micro-batches, {num_microbatches} were asked for: "
-            f"use at most {available}"
+            f"the schedule has {available} micro-batches, {num_microbatches} were asked for: use at most {available}"
         )
     return {rank: [op for op in ops if op.mb < num_microbatches] for rank, ops in schedule.items()}
 
@@ -183,9 +178,7 @@ def build(schedule: str | os.PathLike[str], num_ranks: int, num_microbatches: in
     if name in SCHEDULES:
         return SCHEDULES[name](num_ranks, num_microbatches)
     if not os.path.isfile(name):
-        raise ValueError(
-            f"no schedule and no file is called {name!r}: use {', '.join(SCHEDULES)} or a CSV file"
-        )
+        raise ValueError(f"no schedule and no file is called {name!r}: use {', '.join(SCHEDULES)} or a CSV file")
     loaded = read_csv(name)
     if len(loaded) != num_ranks:
         raise ValueError(f"{name!r} has {len(loaded)} rows, one per rank, but there are {num_ranks} ranks")

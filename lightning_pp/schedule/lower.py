@@ -74,9 +74,7 @@ def lower(schedule: Mapping[int, Sequence[Op]]) -> Lowered:
 def _edges(programs: Mapping[int, Sequence[Op]], placement: Sequence[int]) -> dict[Edge, tuple[Message, ...]]:
     """Reads the order of every edge off the sends."""
     orders: dict[Edge, list[Message]] = {}
-    order_of: dict[
-        tuple[Kind, int], list[Message]
-    ] = {}  # the same lists by (kind, sending stage): quicker to find
+    order_of: dict[tuple[Kind, int], list[Message]] = {}  # the same lists by (kind, sending stage): quicker to find
     for program in programs.values():
         for op in program:
             if op.kind is not Kind.SEND_F and op.kind is not Kind.SEND_B:
@@ -140,12 +138,8 @@ def max_held(lowered: Lowered) -> dict[Edge, int]:
     Returns:
         Edge -> number of messages, at least 1. It is 1 everywhere for the schedules of this package.
     """
-    sent = {
-        (edge.kind, message): i for edge, order in lowered.edges.items() for i, message in enumerate(order)
-    }
-    edge_by_message = {
-        (edge.kind, message): edge for edge, order in lowered.edges.items() for message in order
-    }
+    sent = {(edge.kind, message): i for edge, order in lowered.edges.items() for i, message in enumerate(order)}
+    edge_by_message = {(edge.kind, message): edge for edge, order in lowered.edges.items() for message in order}
     arrived, used, peak = (dict.fromkeys(lowered.edges, 0) for _ in range(3))
     for program in lowered.programs.values():
         for op in program:

@@ -60,9 +60,7 @@ def placement_of(schedule: Mapping[int, Sequence[Op]]) -> tuple[int, ...]:
             raise ValueError(f"rank {rank} of {len(schedule)} has no ops: give it at least one stage")
         for stage in sorted(stages):
             if rank_of.setdefault(stage, rank) != rank:
-                raise ValueError(
-                    f"stage {stage} is on rank {rank_of[stage]} and on rank {rank}; it belongs on one"
-                )
+                raise ValueError(f"stage {stage} is on rank {rank_of[stage]} and on rank {rank}; it belongs on one")
     for expected, stage in enumerate(sorted(rank_of)):
         if stage != expected:
             raise ValueError(f"no rank runs stage {expected}, but rank {rank_of[stage]} runs stage {stage}")

@@ -80,9 +80,7 @@ def grid(schedule: Mapping[int, Sequence[Op]], costs: Costs | None = None) -> st
     rows = ticks(schedule, costs)
     full_names = len(placement_of(schedule)) > len(rows)
     num_ticks = len(rows[0])
-    names = {
-        op: str(op) if full_names else f"{op.kind.value}{op.mb}" for ops in schedule.values() for op in ops
-    }
+    names = {op: str(op) if full_names else f"{op.kind.value}{op.mb}" for ops in schedule.values() for op in ops}
     width = 1 + max(len(str(num_ticks - 1)), *map(len, names.values()))
     label = len(f"rank {len(rows) - 1} |")
     lines = ["tick".ljust(label) + "".join(f" {tick}".ljust(width) for tick in range(num_ticks))]

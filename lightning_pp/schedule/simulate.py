@@ -63,9 +63,7 @@ class Costs:
         name = {Kind.F: "forward", Kind.B: "backward", Kind.I: "input", Kind.W: "weight"}[op.kind]
         given = getattr(self, name)
         if isinstance(given, Sequence) and op.stage >= len(given):
-            raise ValueError(
-                f"costs: {name} has {len(given)} entries, but there is a stage {op.stage}: one per stage"
-            )
+            raise ValueError(f"costs: {name} has {len(given)} entries, but there is a stage {op.stage}: one per stage")
         cost: float = given[op.stage] if isinstance(given, Sequence) else given
         if not (math.isfinite(cost) and cost > 0):
             raise ValueError(f"costs: {name} of stage {op.stage} must be a finite number above 0, got {cost}")
@@ -77,9 +75,7 @@ class Costs:
         pair = (op.stage, op.stage + step) if sends else (op.stage + step, op.stage)
         cost = self.transfer.get(pair, 0.0) if isinstance(self.transfer, Mapping) else self.transfer
         if not (math.isfinite(cost) and cost >= 0):
-            raise ValueError(
-                f"costs: transfer {pair[0]}->{pair[1]} must be a finite number of at least 0, got {cost}"
-            )
+            raise ValueError(f"costs: transfer {pair[0]}->{pair[1]} must be a finite number of at least 0, got {cost}")
         return cost
 
 
@@ -248,9 +244,7 @@ class _Run:
             return
         assert not self.costs.overlap, f"a checked schedule got stuck at {stuck}"
         where = ", ".join(f"rank {rank} at {self.programs[rank][at]}" for rank, at in list(stuck.items())[:8])
-        raise ValueError(
-            f"with waited messages (overlap=False) this schedule deadlocks: {where}; use overlap=True"
-        )
+        raise ValueError(f"with waited messages (overlap=False) this schedule deadlocks: {where}; use overlap=True")
 
 
 def _key(op: Op) -> tuple[bool, tuple[int, int]]:

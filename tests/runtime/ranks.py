@@ -105,7 +105,9 @@ class FakeStage:
             return {"loss": loss_of_message(gives), "hidden": gives[0]}, []
         return None, gives
 
-    def backward(self, layout: int, roots: Sequence[Any], grads: Sequence[Tensor | None]) -> None:
+    def backward(
+        self, layout: int, roots: Sequence[Any], grads: Sequence[Tensor | None], received: Sequence[Tensor]
+    ) -> None:
         if f"{layout}B" == self.raise_at:
             raise ZeroDivisionError("from the backward pass")
         torch.autograd.backward(roots, grads)

@@ -42,9 +42,7 @@ def test_the_lowered_program_in_the_text():
     assert list(lower(from_csv(csv_text)).programs[0]) == [Op.parse(word) for word in program.split()]
 
 
-@pytest.mark.parametrize(
-    "name", [module.name for module in pkgutil.iter_modules(lightning_pp.schedule.__path__)]
-)
+@pytest.mark.parametrize("name", [module.name for module in pkgutil.iter_modules(lightning_pp.schedule.__path__)])
 def test_docstring_examples(name):
     module = importlib.import_module(f"lightning_pp.schedule.{name}")
     assert doctest.testmod(module).failed == 0

@@ -123,9 +123,7 @@ def test_extra_in_flight_is_valid_or_refused(extra, mbs):
     check(schedule)
 
 
-@pytest.mark.parametrize(
-    "placement", [linear(1), linear(4), looped(4, 2), looped(3, 3), v(4, 2), v(3, 3), (1, 1, 0)]
-)
+@pytest.mark.parametrize("placement", [linear(1), linear(4), looped(4, 2), looped(3, 3), v(4, 2), v(3, 3), (1, 1, 0)])
 @pytest.mark.parametrize("mbs", [1, 2, 5, 16])
 def test_forward_only_is_valid(placement, mbs):
     schedule = forward_only(placement, mbs)

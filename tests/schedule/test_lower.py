@@ -42,9 +42,7 @@ def assert_sound(schedule):
     lowered, placement = lower(schedule), placement_of(schedule)
     sent, received = _moved(lowered, placement, SENDS), _moved(lowered, placement, RECEIVES)
     assert {edge: tuple(order) for edge, order in sent.items()} == lowered.edges
-    assert {edge: sorted(order) for edge, order in received.items()} == {
-        e: sorted(o) for e, o in sent.items()
-    }
+    assert {edge: sorted(order) for edge, order in received.items()} == {e: sorted(o) for e, o in sent.items()}
     for edge, order in lowered.edges.items():
         assert edge.source != edge.target
         assert len(set(order)) == len(order)
@@ -101,8 +99,7 @@ def test_split_backward_sends_after_the_input_gradient(zb_h1):
 def test_v_placement_has_no_local_messages(v_schedule):
     lowered = assert_sound(v_schedule)
     assert " ".join(map(str, lowered.programs[1])) == (
-        "1RECV_F0 1F0 2F0 2SEND_F0 2RECV_B0 2B0 1B0 1SEND_B0 "
-        "1RECV_F1 1F1 2F1 2SEND_F1 2RECV_B1 2B1 1I1 1SEND_B1 1W1"
+        "1RECV_F0 1F0 2F0 2SEND_F0 2RECV_B0 2B0 1B0 1SEND_B0 1RECV_F1 1F1 2F1 2SEND_F1 2RECV_B1 2B1 1I1 1SEND_B1 1W1"
     )
     assert lowered.edges == {
         Edge(0, 1, Kind.B): ((2, 0), (2, 1)),

@@ -50,7 +50,5 @@ def test_ops_are_values():
 def test_mark_shows_the_neighbourhood():
     program = [Op(0, Kind.F, mb) for mb in range(20)]
     text = mark(program, 10, "waits for 1B0")
-    assert text == (
-        "... 0F2 0F3 0F4 0F5 0F6 0F7 0F8 0F9 [0F10 <-- here, waits for 1B0] 0F11 0F12 0F13 0F14 ..."
-    )
+    assert text == ("... 0F2 0F3 0F4 0F5 0F6 0F7 0F8 0F9 [0F10 <-- here, waits for 1B0] 0F11 0F12 0F13 0F14 ...")
     assert mark(program[:2], 0) == "[0F0 <-- here] 0F1"

@@ -34,9 +34,7 @@ def test_the_picture_of_1f1b():
 
 def test_an_op_of_several_ticks():
     assert grid(gpipe(2, 2), Costs(1, 2)) == (
-        "tick     0  1  2  3  4  5  6  7  8\n"
-        "rank 0 | F0 F1 .  .  .  B0--- B1---\n"
-        "rank 1 | .  F0 F1 B0--- B1--- .  ."
+        "tick     0  1  2  3  4  5  6  7  8\nrank 0 | F0 F1 .  .  .  B0--- B1---\nrank 1 | .  F0 F1 B0--- B1--- .  ."
     )
 
 
@@ -73,9 +71,7 @@ def test_the_grid_holds_every_op_in_order(name):
         Costs(1e-5, 3e-5),
     ):
         for rank, row in ticks(schedule, costs).items():
-            shown = [
-                op for op, before in zip(row, [None, *row], strict=False) if op is not None and op != before
-            ]
+            shown = [op for op, before in zip(row, [None, *row], strict=False) if op is not None and op != before]
             assert shown == schedule[rank]
 
 

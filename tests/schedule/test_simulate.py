@@ -125,11 +125,7 @@ def test_weight_gradients_cost_time():
     """A whole backward is I plus W, and W alone is charged, also when it costs most."""
     costs = Costs(forward=1, input=1, weight=10)
     assert costs.of(Op.parse("0B0")) == 11
-    assert (
-        simulate(from_csv("0F0,0B0"), costs).makespan
-        == simulate(from_csv("0F0,0I0,0W0"), costs).makespan
-        == 12
-    )
+    assert simulate(from_csv("0F0,0B0"), costs).makespan == simulate(from_csv("0F0,0I0,0W0"), costs).makespan == 12
 
 
 WAITED = {0.05: "+3.3 %", 0.1: "+6.5 %", 0.2: "+13.0 %", 0.4: "+26.1 %"}

@@ -27,9 +27,7 @@ print(*sorted(loaded - set(sys.stdlib_module_names)))
 def foreign(imports: str) -> list[str]:
     """Runs imports in a fresh process; returns the packages they load beside the standard library."""
     program = PROGRAM.format(folder=str(ROOT / "lightning_pp"), imports=imports)
-    result = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60
-    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
     return result.stdout.split()
 
 
