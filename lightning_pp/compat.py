@@ -57,13 +57,14 @@ def step_and_loop(trainer: Trainer) -> tuple[str, Any]:
     }[trainer.state.fn]  # type: ignore[index]
 
 
-def step_arguments(module: LightningModule, name: str, batch: Any) -> list[Any]:
-    """What Lightning would call step function ``name`` with for the first batch."""
-    function = getattr(module, name)
-    extra = [key for key in ("batch_idx", "dataloader_idx") if is_param_in_hook_signature(function, key)]
-    if name != "training_step" and "dataloader_idx" in extra and len(extra) == 2:
-        return [batch, 0, 0]
-    return [batch, *([0] if "batch_idx" in extra else [])]
+def step_arguments(module: LightningModule, name: str, batch: Any, num_loaders: int) -> list[Any]:
+    """What Lightning will call step function ``name`` with for the first batch."""
+    arguments = [batch]
+    if is_param_in_hook_signature(getattr(module, name), "batch_idx", min_args=2):
+        arguments.append(0)
+    if name != "training_step" and num_loaders > 1:
+        arguments.append(0)
+    return arguments
 
 
 def evaluation_batch(trainer: Trainer) -> int:

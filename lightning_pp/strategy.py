@@ -133,7 +133,7 @@ class PipelineStrategy(PipelineProcesses):
 
         def first_arguments() -> list[Any]:
             batch = compat.prepare_batch(trainer, module, data.first_batch(combined), self.batch_to_device)
-            return compat.step_arguments(module, name, batch)
+            return compat.step_arguments(module, name, batch, len(combined.flattened))
 
         has_data = combined is not None and bool(combined.flattened)
         pipeline.cut(name, first_arguments if has_data else None, self._contexts()[name], self.optimizers)

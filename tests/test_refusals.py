@@ -48,7 +48,7 @@ SET_UP = {
     "a split out of order": (
         "MLP", 3, {"split": ["net.4", "net.2"]}, {}, r"'net.2' does not come after the layer that begins stage 1"),
     "an unknown class in layers": ("MLP", 2, {"layers": ["torch.nn.Conv9d"]}, {}, r"'torch.nn.Conv9d' matches no"),
-    "a reentrant checkpoint over a cut": ("SpanningReentrant", 2, {}, {}, r"divides what runs in torch.utils.checkpoint"),
+    "a reentrant checkpoint over a cut": ("SpanningReentrant", 2, {}, {}, r"divides what runs in torch.utils"),
     "a value carried from step to step": ("LSTM", 2, {}, {}, r"self.hidden carries a value"),
     "an unsupported callback": (
         "MLP", 2, {}, {"callbacks": [StochasticWeightAveraging(0.1)]}, r"not support the callback StochasticWeight"),

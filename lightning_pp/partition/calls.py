@@ -40,8 +40,8 @@ class Leaf:
     """One tensor of a layer's output.
 
     Attributes:
-        written: Whether the step writes into it in place later on, or hooks its gradient: what the user's code gets must
-            not be what is handed on.
+        written: Whether the step writes into it in place later on, or hooks its gradient: what the user's code gets
+            must not be what is handed on.
     """
 
     shape: tuple[int, ...]
@@ -140,7 +140,7 @@ class Trace:
                     raise TraceError(
                         f"A cut between layers {self.calls[other].layer!r} and {call.layer!r} divides what runs in"
                         " torch.utils.checkpoint.checkpoint(..., use_reentrant=True). Use use_reentrant=False,"
-                        " checkpoint the layers one by one, or set PipelineStrategy(activation_checkpointing=True) instead."
+                        " checkpoint the layers one by one, or set activation_checkpointing=True instead."
                     )
 
     @property

@@ -8,6 +8,8 @@ the job's store that is named after the channel.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -44,10 +46,13 @@ def make_group(name: str, rank: int, size: int, backend: str, timeout: timedelta
     raise ValueError(f"process_group_backend={backend!r}: allowed are 'gloo' and 'nccl'.")
 
 
-def synchronize(device: torch.device) -> None:
-    """Wait until ``device`` has done all its work."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+@contextmanager
+def _losing_peers() -> Iterator[None]:
+    """A transfer fails at its start, or while it is waited for, when the other end has gone."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise PeerLost(str(error)) from error
 
 
 class Pending:
@@ -63,10 +68,8 @@ class Pending:
 
     def wait(self) -> Tensor:
         """Wait for the transfer (a stream waits for NCCL, the host for Gloo); returns what was moved."""
-        try:
+        with _losing_peers():
             self._work.wait()
-        except RuntimeError as error:
-            raise PeerLost(str(error)) from error
         if self._held is not None and self._target is not self._held:
             self._target.copy_(self._held, non_blocking=True)
         self._held = None
@@ -125,10 +128,14 @@ class Peer:
         held = tensor.detach().contiguous()
         if self._through_host:
             held = held.cpu()
-        return Pending(self._group.send([held], self._other, 0), held, held, self._on_host)
+        with _losing_peers():
+            work = self._group.send([held], self._other, 0)
+        return Pending(work, held, held, self._on_host)
 
     def receive(self, shape: tuple[int, ...], dtype: torch.dtype) -> Pending:
         """Start to receive a tensor that the other end sends."""
         target = torch.empty(shape, dtype=dtype, device=self.device)
         held = torch.empty(shape, dtype=dtype, pin_memory=True) if self._through_host else target
-        return Pending(self._group.recv([held], self._other, 0), held, target, self._on_host)
+        with _losing_peers():
+            work = self._group.recv([held], self._other, 0)
+        return Pending(work, held, target, self._on_host)

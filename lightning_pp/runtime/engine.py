@@ -296,7 +296,7 @@ class Engine:
         return (
             f"Rank {self._rank} (stage {op.stage}) {kind} in {op}{where}, micro-batch {op.mb}:"
             f" {type(error).__name__}: {error}\n"
-            f"Its program: {mark([task.op for task in tasks], index, 'here')}"
+            f"Its program: {mark([task.op for task in tasks], index)}"
         )
 
 
