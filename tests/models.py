@@ -554,6 +554,33 @@ class DictOutput(MLP):
         return {"loss": loss, "predictions": out, "bias": out.mean()}
 
 
+class OtherNames(MLP):
+    """Calls its batch index something else, as Lightning allows."""
+
+    def training_step(self, b: Any, i: int) -> Any:
+        loss = F.mse_loss(self.net(b[0]), b[1]) * (1 + i)
+        self.log("train_loss", loss)
+        return loss
+
+    def validation_step(self, b: Any, i: int) -> None:
+        self.log("val_loss", self.loss(b) + i)
+
+
+class BatchOnly(MLP):
+    """Takes no batch index at all."""
+
+    def training_step(self, batch: Any) -> Any:  # type: ignore[override]
+        return self.loss(batch)
+
+    def validation_step(self, batch: Any) -> None:  # type: ignore[override]
+        self.log("val_loss", self.loss(batch))
+
+
+class AnyArguments(MLP):
+    def training_step(self, *args: Any) -> Any:
+        return self.loss(args[0]) + args[1]
+
+
 class LSTM(LightningModule):
     """Lightning's demo: carries its hidden state from step to step."""
 
