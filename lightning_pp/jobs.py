@@ -166,7 +166,8 @@ class StepRunner:
             loss_of=self._loss_of if training else None,
             scales=[weight / accumulated for weight in parts.weights] if accumulated else (),
         )
-        return Prepared(name, job, parts, plans, recorder, microbatch.checksum(batch, self._device))
+        checksum = None if self._flush.is_alone else microbatch.checksum(batch, self._device)
+        return Prepared(name, job, parts, plans, recorder, checksum)
 
     def running(self, prepared: Prepared) -> AbstractContextManager[Any]:
         """The contexts in which the engine runs the job."""

@@ -40,6 +40,7 @@ class Ownership:
         self._mesh = mesh
         self._placement = placement
         self._positions = self._all_positions()
+        self._first_positions: dict[int, int] = {}
 
     def __deepcopy__(self, memo: Any) -> None:
         """A copy of the model is not part of the pipeline."""
@@ -78,10 +79,11 @@ class Ownership:
 
     def first_position(self, parameter: Tensor) -> int:
         """The first place that holds ``parameter``."""
-        for name, other in self._model.named_parameters():
-            if other is parameter:
-                return self._positions[name][0]
-        return self._mesh.position  # one that is not in the module is on every rank; each counts its own
+        if id(parameter) not in self._first_positions:
+            # no module lets go of a parameter without another taking its place, so an id stays its own
+            self._first_positions = {id(p): self._positions[name][0] for name, p in self._model.named_parameters()}
+        # one that is not in the module is on every rank, and each counts its own
+        return self._first_positions.get(id(parameter), self._mesh.position)
 
     def owned(self) -> list[nn.Parameter]:
         """The parameters that are here."""
@@ -169,8 +171,11 @@ def share_copies(ownership: Ownership, mesh: Mesh, groups: dict[int, Any], every
         source = mesh.global_rank(ownership.positions(named[id(parameter)])[0])
         dist.broadcast(parameter.data, src=source, group=groups[number])
     for name, buffer in ownership._model.named_buffers():
-        if len(ownership.positions(name)) == mesh.num_stages > 1:
-            dist.broadcast(buffer, src=mesh.global_rank(0), group=everyone)
+        if len(ownership.positions(name)) == mesh.num_stages > 1 and buffer.numel():
+            values = buffer.detach().contiguous().reshape(-1)
+            # as bytes: not every library moves complex or boolean tensors
+            dist.broadcast(values.view(torch.uint8), src=mesh.global_rank(0), group=everyone)
+            buffer.detach().copy_(values.view(buffer.shape))
 
 
 def _named_tensors(model: nn.Module, every_name: bool = False) -> Iterator[tuple[str, Tensor]]:

@@ -523,6 +523,33 @@ def _labelled(items: list[Any]) -> dict[str, Any]:
     return {**default_collate(items), "kind": "text"}
 
 
+class GlueBuffers(Module):
+    """Buffers of every kind that the code between the layers reads, one that it updates, and BatchNorm in a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mask", torch.arange(8) % 3 > 0)
+        self.register_buffer("turn", torch.polar(torch.ones(4), torch.rand(4)), persistent=False)
+        self.register_buffer("order", torch.randperm(8))
+        self.register_buffer("center", torch.zeros(3))
+        self.register_buffer("nothing", torch.zeros(0))
+        self.body = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8))
+        self.head = nn.Linear(8, 3)
+
+    def loss(self, batch: Any) -> Tensor:
+        x, y = batch
+        x = torch.where(self.mask, x, 0)[:, self.order]
+        x = torch.view_as_real(torch.view_as_complex(x.view(-1, 4, 2)) * self.turn.to(torch.complex128)).flatten(1)
+        out = self.head(self.body(x)) - self.center
+        if self.training:
+            self.center.mul_(0.9).add_(0.1 * out.detach().mean(0))
+        return F.mse_loss(out, y)
+
+    @staticmethod
+    def loader() -> DataLoader[Any]:
+        return DataLoader(regression_data(), batch_size=8)
+
+
 class SharedNormModel(Module):
     """Modules inside blocks that are shared between blocks."""
 

@@ -10,22 +10,26 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_pp import PipelineStrategy
 from tests.launch import run_ranks
-from tests.models import GPT
+from tests.models import GPT, MODELS
 from tests.training import QUIET
 
 
-def fit_and_save(folder: str, stages: int, epochs: int, resume: str | None = None, name: str = "gpt") -> str:
+def fit_and_save(
+    folder: str, stages: int, epochs: int, resume: str | None = None, model: str = "GPT", microbatches: int = 3
+) -> str:
     """Train until ``epochs``; returns the file that the checkpoint callback wrote."""
     torch.manual_seed(5)
-    strategy: dict[str, Any] = {} if not stages else {"strategy": PipelineStrategy(stages=stages, microbatches=3)}
-    keeper = ModelCheckpoint(dirpath=folder, filename=name, save_last=False)
+    strategy: dict[str, Any] = (
+        {} if not stages else {"strategy": PipelineStrategy(stages=stages, microbatches=microbatches)}
+    )
+    keeper = ModelCheckpoint(dirpath=folder, filename="model", save_last=False)
     options = {**QUIET, "enable_checkpointing": True}
     trainer = Trainer(
         accelerator="cpu", devices=max(stages, 1), precision="64-true", max_epochs=epochs, callbacks=[keeper],
         **strategy, **options,
     )  # fmt: skip
-    module = GPT().double()  # Lightning loads a checkpoint before the precision plugin converts the module
-    trainer.fit(module, GPT.loader(), ckpt_path=resume)
+    module = MODELS[model]().double()  # Lightning loads a checkpoint before the precision plugin converts the module
+    trainer.fit(module, MODELS[model].loader(), ckpt_path=resume)
     return keeper.best_model_path
 
 
@@ -50,6 +54,17 @@ def test_the_file_is_that_of_the_plain_run(tmp_path: Path) -> None:
         for index, state in theirs_state["state"].items():
             for key, value in state.items():
                 torch.testing.assert_close(ours_state["state"][index][key], value, atol=1e-9, rtol=0)
+
+
+def test_buffers_come_from_where_they_are_right(tmp_path: Path) -> None:
+    """One that the end of the step updates is right on the last stage alone; BatchNorm's are on its layer's stage."""
+    (plain,) = run_ranks(fit_and_save, 1, str(tmp_path / "plain"), 0, 2, None, "GlueBuffers", 1)
+    paths = run_ranks(fit_and_save, 3, str(tmp_path / "piped"), 3, 2, None, "GlueBuffers", 1)
+    ours, theirs = load(paths[0])["state_dict"], load(plain)["state_dict"]
+    assert list(ours) == list(theirs)
+    assert theirs["center"].abs().max() > 0.01
+    for name, value in theirs.items():
+        torch.testing.assert_close(ours[name], value, atol=1e-9, rtol=0)
 
 
 def test_the_file_loads_without_the_strategy(tmp_path: Path) -> None:

@@ -159,3 +159,23 @@ def test_one_stage_takes_what_needs_no_cut() -> None:
     assert issubclass(LSTM, LightningModule)
     assert issubclass(Boring, LightningModule)
     assert not isinstance(try_ranks(fit, 1, "Boring", {"stages": 1, "microbatches": 2}, timeout=40)[0], str)
+
+
+def test_batch_norm_is_warned_about_once() -> None:
+    (texts,) = try_ranks(warnings_of_batch_norm, 1, timeout=40)
+    assert len(texts) == 1, texts
+    assert "'body.3' is a BatchNorm1d" in texts[0]
+
+
+def warnings_of_batch_norm() -> list[str]:
+    import warnings
+
+    from tests.models import GlueBuffers
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer = Trainer(
+            accelerator="cpu", devices=1, strategy=PipelineStrategy(microbatches=2), max_epochs=1, **QUIET
+        )
+        trainer.fit(GlueBuffers(), GlueBuffers.loader())
+    return [str(one.message) for one in caught if "BatchNorm" in str(one.message)]

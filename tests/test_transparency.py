@@ -56,6 +56,14 @@ def test_a_schedule_from_a_file(tmp_path: Any) -> None:
     assert_same(plain("MLP"), piped("MLP", 2, 4, strategy={"schedule": str(path)}))
 
 
+@pytest.mark.parametrize("stages", [2, 4])
+def test_buffers_and_batch_statistics(stages: int) -> None:
+    """Whole batches: the plain run. Micro-batches: their own statistics, bit for bit the same for any stages."""
+    assert_same(plain("GlueBuffers"), piped("GlueBuffers", stages, 1))
+    one, other = whole(piped("GlueBuffers", 1, 2)), whole(piped("GlueBuffers", stages, 2))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
 @pytest.mark.parametrize("split", [["net.2"], ["net.1", "net.2"], ["net.2", "net.4", "net.6"]])
 def test_hooks_and_writes_right_at_a_cut(split: list[str]) -> None:
     """The code between two layers runs on both sides of a cut between them."""

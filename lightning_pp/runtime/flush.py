@@ -78,6 +78,11 @@ class Flush:
         self._capacity = 0
         self._pending: Readback | None = None
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether there is nobody to share with."""
+        return self._size == 1
+
     def share(self, report: Any, checksum: Tensor | None) -> Any:
         """Give every rank the last stage's ``report`` (others pass None).
 
