@@ -10,7 +10,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 
 from lightning_pp import PipelineStrategy
-from tests.launch import try_ranks
+from tests.launch import run_ranks, try_ranks
 from tests.models import LSTM, MLP, Boring
 from tests.training import QUIET, fit
 
@@ -162,7 +162,7 @@ def test_one_stage_takes_what_needs_no_cut() -> None:
 
 
 def test_batch_norm_is_warned_about_once() -> None:
-    (texts,) = try_ranks(warnings_of_batch_norm, 1, timeout=40)
+    (texts,) = run_ranks(warnings_of_batch_norm, 1)
     assert len(texts) == 1, texts
     assert "'body.3' is a BatchNorm1d" in texts[0]
 
@@ -174,8 +174,7 @@ def warnings_of_batch_norm() -> list[str]:
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        trainer = Trainer(
-            accelerator="cpu", devices=1, strategy=PipelineStrategy(microbatches=2), max_epochs=1, **QUIET
-        )
+        strategy = PipelineStrategy(microbatches=2)
+        trainer = Trainer(accelerator="cpu", devices=1, strategy=strategy, precision="64-true", max_epochs=1, **QUIET)
         trainer.fit(GlueBuffers(), GlueBuffers.loader())
     return [str(one.message) for one in caught if "BatchNorm" in str(one.message)]
