@@ -35,6 +35,11 @@ def combined_loader(loop: Any) -> Any:
     return loop._combined_loader
 
 
+def load_loader_states(trainer: Trainer) -> None:
+    """Give loaders the states that a checkpoint has brought since they were set up."""
+    trainer.fit_loop._load_combined_loader_states()
+
+
 def takes_iterator(trainer: Trainer) -> bool:
     """Whether training_step wants the loader's iterator itself."""
     return isinstance(trainer.fit_loop._data_fetcher, _DataLoaderIterDataFetcher)

@@ -24,14 +24,19 @@ class StageLoader:
     Lightning creates a loader's iterator while it sets up; a pipeline looks at the first batch even earlier. Neither
     may draw a random number or take a sample out of a stream before the plain run would. Everything else is the user's
     loader's own.
+
+    Args:
+        loader: The user's loader.
+        replica: Which of several pipelines this process belongs to.
+        looks_ahead: Whether :meth:`first_batch` will be asked for.
     """
 
     _own = frozenset({"_first", "_looks_ahead", "_peeked", "loader"})
 
-    def __init__(self, loader: Any, replica: int) -> None:
+    def __init__(self, loader: Any, replica: int, looks_ahead: bool = False) -> None:
         self.loader = loader
         self._peeked: Iterator[Any] | None = None
-        self._looks_ahead = True
+        self._looks_ahead = looks_ahead
         self._first: list[Any] = []
         if int(os.environ.get("PL_SEED_WORKERS", "0")) and getattr(loader, "worker_init_fn", self) is None:
             # Lightning would seed by global rank, and two stages would augment one image differently
@@ -40,6 +45,8 @@ class StageLoader:
     def __getattr__(self, name: str) -> Any:
         if name == "loader":  # while being copied
             raise AttributeError(name)
+        if name == "load_state_dict":
+            self._peeked = None  # what was looked at lies before the place that is restored
         return getattr(self.loader, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -52,12 +59,11 @@ class StageLoader:
         return len(self.loader)
 
     def __iter__(self) -> Iterator[Any]:
-        if self._peeked is not None:
-            peeked, self._peeked = self._peeked, None
-            return peeked
-        return self._iterate()
+        # a generator: it begins when its first batch is wanted, and takes over what has been looked at by then
+        peeked, self._peeked = self._peeked, None
+        yield from self._started() if peeked is None else peeked
 
-    def _iterate(self) -> Iterator[Any]:
+    def _started(self) -> Iterator[Any]:
         for batch in self.loader:
             if self._looks_ahead and not self._first:
                 self._first.append(batch)
@@ -78,7 +84,7 @@ class StageLoader:
         if isinstance(self.loader, (list, tuple)):
             return self.loader[0]
         # a stream cannot be asked twice: keep the iterator for the loop
-        iterator = self._iterate()
+        iterator = self._started()
         first = next(iterator)
         self._peeked = _chain(first, iterator)
         return first

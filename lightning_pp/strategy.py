@@ -93,6 +93,7 @@ class PipelineStrategy(PipelineProcesses):
             )
         )  # fmt: skip
         self._pipeline: Pipeline | None = None
+        self._is_cutting = False
 
     # -- start-up ---------------------------------------------------------------------------------------------------
 
@@ -123,7 +124,9 @@ class PipelineStrategy(PipelineProcesses):
         """Cut the model by the first batch that the loop will see."""
         self._pipeline = pipeline = Pipeline(module, self.arguments, self.mesh, self.root_device, self._host_group)
         name, loop = compat.step_and_loop(trainer)
+        self._is_cutting = True
         loop.setup_data()
+        self._is_cutting = False
         if name == "training_step" and compat.takes_iterator(trainer):
             raise MisconfigurationException(
                 f"{type(module).__name__}.training_step takes `dataloader_iter`. A pipeline cuts the batch itself: take"
@@ -153,7 +156,7 @@ class PipelineStrategy(PipelineProcesses):
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        return data.StageLoader(dataloader, self.data_parallel_rank)
+        return data.StageLoader(dataloader, self.data_parallel_rank, self._is_cutting)
 
     @override
     def model_to_device(self) -> None:
@@ -248,6 +251,10 @@ class PipelineStrategy(PipelineProcesses):
 
     def _explaining(self) -> AbstractContextManager[None]:
         return failure.explained(job_store())
+
+    @override
+    def on_train_start(self) -> None:
+        compat.load_loader_states(self._module().trainer)  # Lightning restores a checkpoint after ``setup``
 
     @override
     def on_train_end(self) -> None:

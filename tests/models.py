@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.demos.boring_classes import BoringModel
-from lightning.pytorch.demos.lstm import SimpleLSTM
-from lightning.pytorch.demos.transformer import Transformer
+from lightning.pytorch.demos.lstm import LightningLSTM, SimpleLSTM
+from lightning.pytorch.demos.transformer import LightningTransformer, Transformer
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
@@ -631,6 +631,40 @@ class LSTM(LightningModule):
     def loader() -> DataLoader[Any]:
         ids = torch.randint(0, 11, (8, 6), generator=generator(7))
         return DataLoader(TensorDataset(ids, ids), batch_size=4)
+
+
+class DemoLSTM(LightningLSTM):
+    """Lightning's demo itself, on data that needs no download."""
+
+    def __init__(self) -> None:
+        super().__init__(vocab_size=11)
+
+    def prepare_data(self) -> None:
+        pass
+
+    @staticmethod
+    def loader() -> DataLoader[Any]:
+        return LSTM.loader()
+
+
+class DemoTransformer(LightningTransformer):
+    """Lightning's demo itself, dropout and all, on data that needs no download."""
+
+    def __init__(self) -> None:
+        super().__init__(vocab_size=13)
+
+    def prepare_data(self) -> None:
+        pass
+
+    @staticmethod
+    def loader() -> DataLoader[Any]:
+        return EncoderDecoder.loader()
+
+
+class DemoTransformerWithoutDropout(DemoTransformer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = Transformer(vocab_size=13, dropout=0.0)
 
 
 class Boring(BoringModel):

@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_pp import PipelineStrategy
 from tests.launch import run_ranks
 from tests.models import GPT, MODELS
-from tests.training import QUIET
+from tests.training import QUIET, Outcome, Watcher
 
 
 def fit_and_save(
@@ -71,6 +71,61 @@ def test_the_file_loads_without_the_strategy(tmp_path: Path) -> None:
     path = run_ranks(fit_and_save, 2, str(tmp_path), 2, 1)[0]
     module = GPT.load_from_checkpoint(path)
     assert module(torch.zeros(1, 4, dtype=torch.int64)).isfinite().all()
+
+
+class Resumable:
+    """A loader that knows where it is."""
+
+    def __init__(self) -> None:
+        self.position = 0
+
+    def __len__(self) -> int:
+        return 6
+
+    def __iter__(self) -> Any:
+        while self.position < 6:
+            self.position += 1
+            yield [torch.full((4, 8), self.position / 7.0).double(), torch.ones(4, 3).double()]
+        self.position = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.position = state["position"]
+
+
+class SaveInTheMiddle(Callback):
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        if trainer.global_step == 2:
+            trainer.save_checkpoint(self.path)
+
+
+def stop_and_resume(path: str, stages: int) -> list[Any]:
+    """What a run sees that is resumed in the middle of an epoch."""
+    seen = []
+    for resume in (None, path):
+        outcome = Outcome()
+        strategy: Any = {"strategy": PipelineStrategy(stages=stages, microbatches=2)} if stages else {}
+        trainer = Trainer(
+            accelerator="cpu", devices=max(stages, 1), precision="64-true", max_epochs=1,
+            callbacks=[Watcher(outcome), SaveInTheMiddle(path)], **strategy, **QUIET,
+        )  # fmt: skip
+        trainer.fit(MODELS["MLP"]().double(), Resumable(), ckpt_path=resume)
+        seen.append(outcome.batches)
+    assert len(seen[0]) == 6
+    return seen[1]
+
+
+def test_a_loader_that_knows_where_it_is(tmp_path: Path) -> None:
+    """Loaders are set up before Lightning has read their states out of the checkpoint."""
+    (expected,) = run_ranks(stop_and_resume, 1, str(tmp_path / "plain.ckpt"), 0)
+    assert len(expected) == 4
+    for batches in run_ranks(stop_and_resume, 2, str(tmp_path / "piped.ckpt"), 2):
+        assert batches == expected
 
 
 @pytest.mark.parametrize("path", [(2, 4, 0), (0, 3, 2), (4, 1, 2)])

@@ -18,6 +18,7 @@ def test_loops_and_their_loaders() -> None:
         assert compat.combined_loader(loop) is None
         assert callable(loop.setup_data)
     assert hasattr(trainer.fit_loop, "_data_fetcher")
+    compat.load_loader_states(trainer)
     assert not compat.takes_iterator(trainer)
     assert trainer.fit_loop.batch_idx == -1
     assert trainer.fit_loop.total_batch_idx == -1

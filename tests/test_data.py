@@ -46,6 +46,21 @@ class Stream(IterableDataset[Any]):
         return self.source
 
 
+class Counted:
+    """A loader with a length and a place of its own, like those that stream shards."""
+
+    def __init__(self) -> None:
+        self.position = 0
+
+    def __len__(self) -> int:
+        return 5
+
+    def __iter__(self) -> Any:
+        while self.position < 5:
+            self.position += 1
+            yield [torch.full((4, 8), self.position / 5).double(), torch.ones(4, 3).double()]
+
+
 class OneShot:
     """A loader that is its own iterator."""
 
@@ -91,6 +106,10 @@ def stream_with_worker() -> Any:
     return DataLoader(Stream(), batch_size=4, num_workers=1)
 
 
+def counted() -> Any:
+    return Counted()
+
+
 def one_shot() -> Any:
     return OneShot()
 
@@ -99,10 +118,15 @@ def two_loaders() -> Any:
     return {"a": in_order(), "b": DataLoader(Numbered(), batch_size=7)}
 
 
-@pytest.mark.parametrize("loader", [in_order, shuffled, shuffled_by_generator, weighted, augmented, stream, one_shot])
+@pytest.mark.parametrize(
+    "loader", [in_order, shuffled, shuffled_by_generator, weighted, augmented, stream, counted, one_shot]
+)
 @pytest.mark.parametrize("stages", [1, 2])
 def test_batches_are_those_of_the_plain_run(loader: Any, stages: int) -> None:
-    options: dict[str, Any] = {"loader": loader, "trainer": {"max_epochs": 1 if loader in (stream, one_shot) else 3}}
+    options: dict[str, Any] = {
+        "loader": loader,
+        "trainer": {"max_epochs": 1 if loader in (stream, counted, one_shot) else 3},
+    }
     assert_same(plain("MLP", **options), piped("MLP", stages, 3, **options))
 
 

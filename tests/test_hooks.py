@@ -72,6 +72,24 @@ def test_gradients_at_every_hook(stages: int, accumulate: int, watch: type[Callb
                 assert value == pytest.approx(theirs[name], abs=1e-9), f"{name} in {hook}"
 
 
+class TiedWatch(Callback):
+    outcome: Outcome
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+        tied = dict(pl_module.named_parameters())["tok.weight"]
+        self.outcome.extra.setdefault("tied", []).append(None if tied.is_meta else tied.detach().clone())
+
+
+@pytest.mark.parametrize("name", ["GPT", "HeadInGlueGPT", "DropoutGPT"])
+def test_tied_copies_are_bit_equal_after_every_step(name: str) -> None:
+    found = piped(name, 3, 3, callbacks=(TiedWatch,), trainer={"gradient_clip_val": 0.1, "max_epochs": 3})
+    first, between, last = (outcome.extra["tied"] for outcome in found)
+    assert len(first) == 9
+    assert between == [None] * 9
+    assert all(torch.equal(one, other) for one, other in zip(first, last, strict=True))
+    assert not torch.equal(first[0], first[-1])
+
+
 class ScheduledMLP(MLP):
     """Warm-up per step."""
 

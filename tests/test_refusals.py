@@ -50,6 +50,7 @@ SET_UP = {
     "an unknown class in layers": ("MLP", 2, {"layers": ["torch.nn.Conv9d"]}, {}, r"'torch.nn.Conv9d' matches no"),
     "a reentrant checkpoint over a cut": ("SpanningReentrant", 2, {}, {}, r"divides what runs in torch.utils"),
     "a value carried from step to step": ("LSTM", 2, {}, {}, r"self.hidden carries a value"),
+    "Lightning's own LSTM demo": ("DemoLSTM", 2, {}, {}, r"self.hidden carries a value that layers computed"),
     "an unsupported callback": (
         "MLP", 2, {}, {"callbacks": [StochasticWeightAveraging(0.1)]}, r"not support the callback StochasticWeight"),
 }  # fmt: skip

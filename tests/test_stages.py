@@ -43,6 +43,17 @@ def test_micro_batches_in_flight(stages: int, microbatches: int) -> None:
     assert [o.extra["in_flight"] for o in found] == [min(microbatches, 2 * (stages - k) - 1) for k in range(stages)]
 
 
+@pytest.mark.parametrize("stages", [2, 4])
+def test_receive_buffers_do_not_grow_with_micro_batches(stages: int) -> None:
+    """Two are posted ahead on each of a rank's incoming edges."""
+    eight, many = (
+        [o.extra["buffers"] for o in piped("MLP", stages, m, loader=batch_of_64, trainer={"max_epochs": 1})]
+        for m in (8, 64)
+    )
+    assert eight == many
+    assert eight == [2, *[4] * (stages - 2), 2]
+
+
 class HeldBytes:
     """Counts the bytes that autograd keeps for backward, each storage once, parameters and the batch left out."""
 

@@ -14,17 +14,13 @@ from tests.training import assert_same, piped, plain, whole
 UNMODIFIED = [
     "MLP", "GPT", "HeadInGlueGPT", "UNet", "EncoderDecoder", "RichBoundaries", "InPlaceGlue", "FrozenHalf",
     "FrozenLastHalf", "LateField", "TwiceCalled", "KeepsLogits", "SharedNormModel", "VaryingLengthGPT", "WeightedGPT",
-    "AuxiliaryLoss", "PopsAndHooks",
+    "AuxiliaryLoss", "PopsAndHooks", "DemoTransformerWithoutDropout",
 ]  # fmt: skip
 #: draw random numbers in layers, in the code between them, or both
 DRAWING = [
-    "DropoutMLP",
-    "UntiedDropoutGPT",
-    "DrawingUNet",
-    "CheckpointedBlocks",
-    "ReentrantBlocks",
-    "SpanningCheckpoint",
-]
+    "DropoutMLP", "UntiedDropoutGPT", "DrawingUNet", "CheckpointedBlocks", "ReentrantBlocks", "SpanningCheckpoint",
+    "DemoTransformer",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("stages", [1, 2, 4])
