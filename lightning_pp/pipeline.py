@@ -159,16 +159,18 @@ class Pipeline:
             rank_zero_info(_partition_text(self._module, trace, planner.cut))
 
     def _agree(self, cut: Cut) -> Cut:
-        """Take rank 0's cut; complain where this process would call other layers."""
-        box = [cut]
-        if self._mesh.num_stages > 1:
-            dist.broadcast_object_list(box, src=0, group=self._host_group)
-        if box[0].calls != cut.calls:
-            raise ValueError(
-                f"Rank {self._mesh.rank} calls other layers than rank 0: {list(cut.calls)} instead of"
-                f" {list(box[0].calls)}. All processes must run the same script on the same data."
-            )
-        return box[0]
+        """Take rank 0's cut; where a rank calls other layers, complain on all of them."""
+        if self._mesh.num_stages == 1:
+            return cut
+        cuts: list[Any] = [None] * dist.get_world_size(self._host_group)
+        dist.all_gather_object(cuts, cut, group=self._host_group)
+        for rank, other in enumerate(cuts):
+            if other.calls != cuts[0].calls:
+                raise ValueError(
+                    f"Rank {rank} calls other layers than rank 0: {list(other.calls)} instead of"
+                    f" {list(cuts[0].calls)}. All processes must run the same script on the same data."
+                )
+        return cuts[0]  # type: ignore[no-any-return]
 
     def _nothing_cut(self) -> Cut:
         everywhere = tuple(range(len(self._placement)))

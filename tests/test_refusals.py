@@ -141,6 +141,23 @@ def test_a_module_that_cannot_be_piped_in_two_stages(cls: type[LightningModule],
         assert text in str(failure)
 
 
+class DiffersByRank(MLP):
+    def loss(self, batch: Any) -> Any:
+        import os
+
+        x, y = batch
+        for index, layer in enumerate(self.net):
+            if index != 3 or os.environ["LOCAL_RANK"] != "1":
+                x = layer(x)
+        return torch.nn.functional.mse_loss(x, y)
+
+
+def test_processes_that_run_different_models() -> None:
+    """Every rank says so at once: one that raised alone would leave the others waiting for it."""
+    for text in run_ranks(fit_class, 3, DiffersByRank):
+        assert "Rank 1 calls other layers than rank 0: ['net.0', 'net.1', 'net.2', 'net.4'" in text
+
+
 def fit_class(cls: type[LightningModule]) -> str:
     import os
 
