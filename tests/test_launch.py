@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 SCRIPT = """
-import sys, torch
+import os, sys, torch
 from lightning.pytorch import Trainer
 import lightning_pp
 from tests.models import MLP
@@ -30,9 +30,10 @@ if __name__ == "__main__":
     runs = [first] if sys.argv[1] != "twice" else [first, train(lightning_pp.PipelineStrategy(stages=2))]
     for trainer in runs:
         loss = trainer.callback_metrics["train_loss_epoch"].item()
-        print(f"rank {trainer.global_rank} of {trainer.world_size}, stage {trainer.strategy.stage_index} of"
-              f" {trainer.strategy.num_stages}, replica {trainer.strategy.data_parallel_rank} of"
-              f" {trainer.strategy.data_parallel_size}: loss {loss:.6f}", flush=True)
+        line = (f"rank {trainer.global_rank} of {trainer.world_size}, stage {trainer.strategy.stage_index} of"
+                f" {trainer.strategy.num_stages}, replica {trainer.strategy.data_parallel_rank} of"
+                f" {trainer.strategy.data_parallel_size}: loss {loss:.6f}\\n")
+        os.write(1, line.encode())  # whole lines: the processes share one pipe
 """
 
 
