@@ -76,6 +76,11 @@ class LogRecorder:
         return [(name, _merged_value(entries, weights), _merged_options(entries)) for name, entries in grouped.items()]
 
 
+def is_in_step(module: LightningModule) -> bool:
+    """Whether a step of ``module`` is running or being planned: then, and only then, is its log recorded."""
+    return "log" in vars(module)
+
+
 def replay(module: LightningModule, logs: Sequence[tuple[str, Tensor, dict[str, Any]]]) -> None:
     """Log what :meth:`LogRecorder.merged` gave, in the step's own hook."""
     for name, value, options in logs:

@@ -17,6 +17,8 @@ from torchmetrics import Metric
 
 from lightning_pp.arguments import Arguments
 from lightning_pp.jobs import StepRunner, split, whole_step
+from lightning_pp.logs import is_in_step
+from lightning_pp.metrics import SharedMetrics
 from lightning_pp.ownership import Ownership, share_copies, tied_groups
 from lightning_pp.partition.layers import find_layers
 from lightning_pp.partition.random_state import preserved
@@ -73,6 +75,7 @@ class Pipeline:
         self._placement = placement_of(self._schedule(1, training=True))
         self.group = dist.group.WORLD if mesh.num_stages > 1 else None
         self._board: Switchboard | None = None
+        self._metrics: SharedMetrics | None = None
 
     def cut(
         self,
@@ -116,6 +119,8 @@ class Pipeline:
         """Let go of the channels; a model in several stages stays cut."""
         if hasattr(self, "engine"):
             self.engine.close()
+        if self._metrics is not None:
+            self._metrics.release()
         mark = Ownership.of(self._module)
         if mark is None and self._board is not None:
             self._board.remove()  # it failed before it was cut
@@ -211,6 +216,12 @@ class Pipeline:
             device=self._device,
             seed=self._base_seed(),
         )
+
+        if mesh.num_stages > 1:
+            last = mesh.global_rank(self._placement[-1])
+            self._metrics = SharedMetrics(
+                self._module, self._host_group, last, lambda: is_in_step(self._module), self._device
+            )
 
     def _program(self, num_microbatches: int, training: bool) -> Lowered:
         key = (num_microbatches, training)

@@ -11,6 +11,7 @@ from lightning.pytorch.demos.transformer import LightningTransformer, Transforme
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
+from torchmetrics import MeanAbsoluteError, MeanSquaredError, MetricCollection
 
 
 def generator(seed: int) -> torch.Generator:
@@ -631,6 +632,33 @@ class LSTM(LightningModule):
     def loader() -> DataLoader[Any]:
         ids = torch.randint(0, 11, (8, 6), generator=generator(7))
         return DataLoader(TensorDataset(ids, ids), batch_size=4)
+
+
+class Measured(MLP):
+    """Metrics of torchmetrics: called in steps, computed at the end of epochs, in a collection too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.train_error = MeanSquaredError().set_dtype(torch.float64)
+        self.val_errors = MetricCollection({"mse": MeanSquaredError(), "mae": MeanAbsoluteError()})
+        self.val_errors.set_dtype(torch.float64)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        out = self.net(batch[0])
+        self.log("step_error", self.train_error(out, batch[1]))
+        assert self.train_error.compute().isfinite()  # where nobody else asks
+        return F.mse_loss(out, batch[1])
+
+    def on_train_epoch_end(self) -> None:
+        self.log("train_error", self.train_error.compute())
+        self.train_error.reset()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.val_errors.update(self.net(batch[0]), batch[1])
+
+    def on_validation_epoch_end(self) -> None:
+        self.log_dict(self.val_errors.compute())
+        self.val_errors.reset()
 
 
 class DemoLSTM(LightningLSTM):

@@ -147,6 +147,14 @@ for _cls in (ScheduledMLP, PlateauMLP, ZeroGradKeeper, OwnClipping, Optimizers, 
     MODELS[_cls.__name__] = _cls
 
 
+@pytest.mark.parametrize("stages", [1, 2, 4])
+def test_metrics_that_live_where_they_are_updated(stages: int) -> None:
+    options: dict[str, Any] = {"validate": True, "trainer": {"max_epochs": 3}}
+    reference, found = plain("Measured", **options), piped("Measured", stages, 3, **options)
+    assert {"train_error", "step_error", "mse", "mae"} <= reference.final.keys()
+    assert_same(reference, found)
+
+
 @pytest.mark.parametrize("stages", [2, 3])
 @pytest.mark.parametrize(
     "name", ["ScheduledMLP", "PlateauMLP", "ZeroGradKeeper", "OwnClipping", "Optimizers", "LogsALot"]
