@@ -661,6 +661,66 @@ class Measured(MLP):
         self.val_errors.reset()
 
 
+class FusedOptimizer(MLP):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.01, fused=True)
+
+
+class ForeachOptimizer(MLP):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=0.01, foreach=True, weight_decay=0.1)
+
+
+class CompiledLayers(GPT):
+    """Each block compiled in place; the backend that runs what was captured."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.compile(backend="eager")
+
+
+class Parametrized(Module):
+    """Weights that are computed from other parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        weight_norm = nn.utils.parametrizations.weight_norm
+        self.body = nn.ModuleList(weight_norm(nn.Linear(8, 8)) for _ in range(3))
+        self.head = nn.utils.parametrizations.orthogonal(nn.Linear(8, 3))
+
+    def loss(self, batch: Any) -> Tensor:
+        x, y = batch
+        for layer in self.body:
+            x = torch.tanh(layer(x))
+        return F.mse_loss(self.head(x), y)
+
+    @staticmethod
+    def loader() -> DataLoader[Any]:
+        return DataLoader(regression_data(), batch_size=8)
+
+
+class Recurrent(Module):
+    """An LSTM and a GRU between an embedding and a head; nothing carried from step to step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 6)
+        self.lstm = nn.LSTM(6, 5, num_layers=2, batch_first=True)
+        self.gru = nn.GRU(5, 7, batch_first=True)
+        self.head = nn.Linear(7, 11)
+
+    def loss(self, batch: Any) -> Tensor:
+        source, target = batch
+        hidden, (last, _) = self.lstm(self.embedding(source))
+        hidden, _ = self.gru(hidden + last[-1][:, None])
+        return F.cross_entropy(self.head(hidden).flatten(0, 1), target.flatten())
+
+    @staticmethod
+    def loader() -> DataLoader[Any]:
+        return LSTM.loader()
+
+
 class DemoLSTM(LightningLSTM):
     """Lightning's demo itself, on data that needs no download."""
 
