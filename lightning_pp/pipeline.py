@@ -73,6 +73,11 @@ class Pipeline:
         self._num_microbatches = arguments.num_microbatches(mesh.num_stages)
         self._lowered: dict[tuple[int, bool], Lowered] = {}
         self._placement = placement_of(self._schedule(1, training=True))
+        if len(self._placement) != mesh.num_stages:
+            raise MisconfigurationException(
+                f"schedule={arguments.schedule!r} has {len(self._placement)} stages on {mesh.num_stages} ranks. This"
+                " version runs one stage per rank: use a schedule in which rank k runs stage k alone."
+            )
         self.group = dist.group.WORLD if mesh.num_stages > 1 else None
         self._board: Switchboard | None = None
         self._metrics: SharedMetrics | None = None

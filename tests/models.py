@@ -661,6 +661,19 @@ class Measured(MLP):
         self.val_errors.reset()
 
 
+class BuiltLate(MLP):
+    """Builds its layers in ``configure_model``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.net
+        self.net: Any = None
+
+    def configure_model(self) -> None:
+        if self.net is None:
+            self.net = MLP().net
+
+
 class FusedOptimizer(MLP):
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=0.01, fused=True)

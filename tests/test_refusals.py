@@ -141,6 +141,37 @@ def test_a_module_that_cannot_be_piped_in_two_stages(cls: type[LightningModule],
         assert text in str(failure)
 
 
+class OnMeta(MLP):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.to("meta")
+
+
+def test_weights_that_are_not_there() -> None:
+    for text in run_ranks(fit_class, 2, OnMeta):
+        assert "OnMeta.net.0 has parameters on the meta device" in text
+
+
+@pytest.mark.parametrize(
+    ("rows", "text"),
+    [
+        (["0F0,2F0,2B0,0B0", "1F0,3F0,3B0,1B0"], "has 4 stages on 2 ranks"),
+        (["0F0,0I0,0W0", "1F0,1I0,1W0"], "splits the backward of stage 0"),
+        (["0F0,0B0", "1B0,1F0"], "1B0"),
+        (["0F0,0B0", "1F0,1B0", "2F0,2B0"], "3"),
+        (["0F0,0B0", "1F0,1B0"], "has 1 micro-batches, 2 were asked for"),
+    ],
+)
+def test_schedule_files_that_cannot_be_run(tmp_path: Any, rows: list[str], text: str) -> None:
+    path = tmp_path / "mine.csv"
+    path.write_text("\n".join(rows) + "\n")
+    microbatches = 2 if "2 were asked" in text else 1
+    strategy = {"schedule": str(path), "microbatches": microbatches}
+    for failure in try_ranks(refused_fit, 2, "MLP", strategy, {}, 2, timeout=40):
+        assert re.search(text, str(failure)), failure
+        assert "MisconfigurationException" in str(failure) or "ValueError" in str(failure)
+
+
 class DiffersByRank(MLP):
     def loss(self, batch: Any) -> Any:
         import os

@@ -15,7 +15,7 @@ UNMODIFIED = [
     "MLP", "GPT", "HeadInGlueGPT", "UNet", "EncoderDecoder", "RichBoundaries", "InPlaceGlue", "FrozenHalf",
     "FrozenLastHalf", "LateField", "TwiceCalled", "KeepsLogits", "SharedNormModel", "VaryingLengthGPT", "WeightedGPT",
     "AuxiliaryLoss", "PopsAndHooks", "DemoTransformerWithoutDropout",
-    "FusedOptimizer", "ForeachOptimizer", "CompiledLayers", "Parametrized", "Recurrent",
+    "BuiltLate", "FusedOptimizer", "ForeachOptimizer", "CompiledLayers", "Parametrized", "Recurrent",
 ]  # fmt: skip
 #: draw random numbers in layers, in the code between them, or both
 DRAWING = [
