@@ -13,6 +13,8 @@ import torch.distributed as dist
 SEED = 1234
 # Written by Lightning's own seed_everything: put back without a word.
 QUIETLY_RESTORED = {"PL_GLOBAL_SEED", "PL_SEED_WORKERS"}
+# Written by torch.compile on some versions of torch.
+QUIETLY_RESTORED |= {"TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"}
 # Written by pytest itself while a test runs.
 NOT_OURS = {"PYTEST_CURRENT_TEST"}
 

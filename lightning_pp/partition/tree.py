@@ -70,9 +70,12 @@ def leaves(value: object) -> list[Any]:
     if isinstance(value, Tensor):
         return [value]
     found: list[Any] = []
-    for leaf in pytree.tree_leaves(value):
+    for leaf in pytree.tree_leaves(value, is_leaf=_is_packed):
         if isinstance(leaf, Tensor):
             found.append(leaf)
+        elif _is_packed(leaf):
+            for item in leaf:
+                found += leaves(item)
         elif _is_dataclass(leaf):
             for name in _field_names(leaf):
                 found += leaves(getattr(leaf, name))
@@ -105,11 +108,15 @@ def map_leaves(function: Callable[[Any], Any], value: object) -> Any:
             return _map_dataclass(function, leaf)
         if isinstance(leaf, Mapping):
             return _map_mapping(function, leaf)
-        if isinstance(leaf, PackedSequence):  # its own __new__ bears nothing but tensors
+        if _is_packed(leaf):  # its own __new__ bears nothing but tensors
             return tuple.__new__(PackedSequence, [map_leaves(function, item) for item in leaf])
         return function(leaf)
 
-    return pytree.tree_map(visit, value, is_leaf=lambda item: isinstance(item, PackedSequence))
+    return pytree.tree_map(visit, value, is_leaf=_is_packed)
+
+
+def _is_packed(leaf: object) -> bool:
+    return isinstance(leaf, PackedSequence)
 
 
 def _is_dataclass(leaf: object) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from lightning_pp.partition import tree
@@ -210,7 +211,7 @@ class Engine:
             self._finish_forward(job, key, layout, result, received)
             return
         if job.loss_of is not None:
-            self._save(key, _Saved(layout, received, [get_gradient_edge(t) for t in gives if t.requires_grad]))
+            self._save(key, _Saved(layout, received, [_root(t) for t in gives if t.requires_grad]))
         if task.neighbour is None:
             self._outbox[key] = gives
         else:
@@ -298,6 +299,15 @@ class Engine:
             f" {type(error).__name__}: {error}\n"
             f"Its program: {mark([task.op for task in tasks], index)}"
         )
+
+
+def _root(tensor: Tensor) -> Tensor | GradientEdge:
+    """Where the backward begins: the graph alone, so that the tensor can go as soon as it has been sent.
+
+    The node of a Python autograd function (a reentrant checkpoint is one) lives no longer than the function's output on
+    older versions of torch, so that output is kept.
+    """
+    return tensor if isinstance(tensor.grad_fn, BackwardCFunction) else get_gradient_edge(tensor)
 
 
 def _cut_off(tensor: Tensor) -> Tensor:

@@ -33,8 +33,7 @@ def test_torch_reads_and_writes_the_same(zb_h1):
     """The rows as torch's _load_csv reads them, and as its _dump_csv writes them back, with idle ticks."""
     action = pytest.importorskip("torch.distributed.pipelining.schedules")._Action
     rows = [[action.from_str(cell) for cell in row] for row in csv.reader(io.StringIO(to_csv(zb_h1)))]
-    found = [[(a.stage_index, a.computation_type.value, a.microbatch_index) for a in row] for row in rows]
-    assert found == [[(op.stage, op.kind.value, op.mb) for op in ops] for ops in zb_h1.values()]
+    assert [[str(a) for a in row] for row in rows] == [[str(op) for op in ops] for ops in zb_h1.values()]
     text = io.StringIO(newline="")
     csv.writer(text).writerows([None, *row, None] for row in rows)
     assert ",0F0,0F1" in text.getvalue()
