@@ -18,6 +18,10 @@ from lightning_pp.partition import random_state, tree
 __all__: list[str] = []
 
 
+class NoBatchError(LookupError):
+    """A loader has no first batch."""
+
+
 class StageLoader:
     """A user's loader that begins to iterate only when the first batch is wanted.
 
@@ -74,6 +78,8 @@ class StageLoader:
         try:
             # where a loader has no length, Lightning has already taken the first batch
             return self._first[0] if self._first else self._look()
+        except StopIteration as error:
+            raise NoBatchError(f"{type(self.loader).__name__} has no batch") from error
         finally:
             self._looks_ahead = False
             self._first.clear()
@@ -82,7 +88,7 @@ class StageLoader:
         if isinstance(self.loader, DataLoader) and not isinstance(self.loader.dataset, IterableDataset):
             return _first_of_map_style(self.loader)
         if isinstance(self.loader, (list, tuple)):
-            return self.loader[0]
+            return next(iter(self.loader))
         # a stream cannot be asked twice: keep the iterator for the loop
         iterator = self._started()
         first = next(iterator)

@@ -60,7 +60,7 @@ class LogRecorder:
             )
         names = ("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx", "enable_graph", "sync_dist")
         options |= dict(zip(names, args, strict=False))
-        tensor = value.detach() if isinstance(value, Tensor) else torch.tensor(value, dtype=_number_dtype(value))
+        tensor = value.detach() if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.get_default_dtype())
         if tensor.numel() != 1:
             raise ValueError(
                 f"`self.log({name!r}, {value})` was called, but the tensor must have a single element."
@@ -85,10 +85,6 @@ def replay(module: LightningModule, logs: Sequence[tuple[str, Tensor, dict[str, 
     """Log what :meth:`LogRecorder.merged` gave, in the step's own hook."""
     for name, value, options in logs:
         module.log(name, value.to(module.device), **options)
-
-
-def _number_dtype(value: float) -> torch.dtype:
-    return torch.get_default_dtype()
 
 
 def _merged_value(entries: Sequence[_Entry], weights: Sequence[float]) -> Tensor:

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from lightning_pp.arguments import Arguments
+from lightning_pp.data import NoBatchError
 from lightning_pp.jobs import StepRunner, split, whole_step
 from lightning_pp.logs import is_in_step
 from lightning_pp.metrics import SharedMetrics
@@ -109,14 +110,14 @@ class Pipeline:
             self.ownership = before
         else:
             with _misconfigured():
-                if first_arguments is None:
-                    planner.adopt(self._nothing_cut(), len(self._placement))
-                else:
-                    self._decide(planner, name, first_arguments, context)
+                is_cut = first_arguments is not None and self._decide(planner, name, first_arguments, context)
+            if not is_cut:
+                planner.adopt(self._nothing_cut(), len(self._placement))
             assert planner.cut is not None
             self.ownership = Ownership(self._module, board, planner.cut, self._mesh, self._placement)
             self.ownership.release(optimizers)
-            self.ownership.mark()
+            if is_cut:
+                self.ownership.mark()
         self.ownership.to_device(self._device)
         self._connect(board, planner)
 
@@ -155,9 +156,13 @@ class Pipeline:
         name: str,
         first_arguments: Callable[[], Sequence[Any]],
         context: Callable[[], AbstractContextManager[None]],
-    ) -> None:
+    ) -> bool:
+        """Cut by the first batch; returns whether there is one."""
         with preserved(), torch.set_grad_enabled(name == "training_step"):
-            batch, *rest = first_arguments()
+            try:
+                batch, *rest = first_arguments()
+            except NoBatchError:  # an empty loader: Lightning has warned of it, and runs no step
+                return False
             part = split(self._module, batch, self._num_microbatches).batches[0]
             step = whole_step(self._module, name, part, rest, context)
             options = CutOptions(
@@ -167,6 +172,7 @@ class Pipeline:
         assert planner.cut is not None
         if self._mesh.num_stages > 1:
             rank_zero_info(_partition_text(self._module, trace, planner.cut))
+        return True
 
     def _agree(self, cut: Cut) -> Cut:
         """Take rank 0's cut; where a rank calls other layers, complain on all of them."""

@@ -4,8 +4,13 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Trainer
+from torch.utils.data import DataLoader
 
-from tests.training import Outcome, assert_same, fit, piped, plain
+from lightning_pp import PipelineStrategy
+from tests.launch import run_ranks
+from tests.models import MODELS, regression_data
+from tests.training import QUIET, Outcome, assert_same, fit, piped, plain
 
 
 @pytest.mark.parametrize("name", ["OtherNames", "BatchOnly", "AnyArguments"])
@@ -17,8 +22,6 @@ def test_step_functions_take_what_lightning_gives_them(name: str) -> None:
 
 def test_another_default_dtype() -> None:
     """The first exchange on a channel was made in the default dtype on one end and in float32 on the other."""
-    from tests.launch import run_ranks
-
     reference = run_ranks(fit_in_double, 1, None)[0]
     for outcome in run_ranks(fit_in_double, 2, {"stages": 2, "microbatches": 3}):
         for name, parameter in outcome.parameters.items():
@@ -28,3 +31,25 @@ def test_another_default_dtype() -> None:
 def fit_in_double(strategy: Any) -> Outcome:
     torch.set_default_dtype(torch.float64)
     return fit("MLP", strategy, trainer={"precision": "32-true"}, devices=2 if strategy else 1)
+
+
+def fit_nothing_then_something(stages: int) -> dict[str, float]:
+    torch.manual_seed(5)
+    module = MODELS["MLP"]().double()
+    for loader in (DataLoader(regression_data(3), batch_size=8, drop_last=True), module.loader()):
+        strategy: Any = {"strategy": PipelineStrategy(stages=stages, microbatches=3)} if stages else {}
+        trainer = Trainer(
+            accelerator="cpu", devices=max(1, stages), precision="64-true", max_epochs=1, **strategy, **QUIET
+        )
+        trainer.fit(module, loader)
+    return {name: p.abs().sum().item() for name, p in module.named_parameters() if not p.is_meta}
+
+
+def test_a_loader_without_batches() -> None:
+    """Planning asked it for its first batch; Lightning warns and runs no step, and the module can be cut later on."""
+    (reference,) = run_ranks(fit_nothing_then_something, 1, 0)
+    found = run_ranks(fit_nothing_then_something, 2, 2)
+    assert all(len(one) < len(reference) for one in found)
+    for one in found:
+        for name, value in one.items():
+            assert value == pytest.approx(reference[name], abs=1e-9)
