@@ -79,11 +79,6 @@ class Arguments:
                 f"PipelineStrategy(stages={stages}) needs a multiple of {stages} processes, but devices x num_nodes ="
                 f" {world_size}. Set devices to a multiple of {stages}, or stages to a divisor of {world_size}."
             )
-        if world_size != stages:
-            raise MisconfigurationException(
-                f"PipelineStrategy(stages={stages}) was given {world_size} processes. Several pipelines side by side"
-                f" (data parallel) are not supported yet: use devices x num_nodes = {stages}."
-            )
         if self.split is not None and len(self.split) != stages - 1:
             raise MisconfigurationException(
                 f"split={list(self.split)!r} names {len(self.split)} layer(s), but {stages} stages need {stages - 1}."

@@ -20,8 +20,40 @@ __all__: list[str] = []
 
 
 def script_launcher(environment: ClusterEnvironment, num_processes: int, num_nodes: int) -> Any:
-    """Starts the script again for every other process of this node."""
+    """Checks the cluster's settings and starts the script again for this node's other ranks, unless others do."""
     return _SubprocessScriptLauncher(environment, num_processes, num_nodes)
+
+
+class SignalActions:
+    """What Lightning does on a signal, to be done at another time."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._connector = trainer._signal_connector
+        self._trainer = trainer
+
+    def replace_handlers(self, on_stop: Callable[[int], None], on_requeue: Callable[[int], None]) -> None:
+        """Call these in place of Lightning's handlers, from the run that is about to begin."""
+        vars(self._connector).update(
+            _sigterm_notifier_fn=lambda signum, _: on_stop(signum),
+            _slurm_sigusr_handler_fn=lambda signum, _: on_requeue(signum),
+        )
+        # newer versions share rank 0's signals before each batch, for which a GPU must have finished the last one
+        vars(self._trainer.fit_loop.epoch_loop).update(_broadcast_sigterm_tensor=lambda: None)
+
+    def tell_children(self, signum: int) -> None:
+        """Pass a signal on to the processes that this one has started."""
+        launcher = self._trainer.strategy.launcher
+        if launcher is not None:
+            launcher.kill(signum)
+
+    def stop(self) -> None:
+        """End the run after the batch that has just been done."""
+        self._connector.received_sigterm = True
+
+    def requeue(self, signum: int) -> None:
+        """Save a checkpoint and ask SLURM to run the job again."""
+        handler: Any = type(self._connector)._slurm_sigusr_handler_fn
+        handler(self._connector, signum, None)
 
 
 def connect_processes(environment: ClusterEnvironment, backend: str, timeout: timedelta, device: torch.device) -> None:
@@ -95,6 +127,11 @@ def callbacks(trainer: Trainer) -> list[Callback]:
 def is_window_start(trainer: Trainer) -> bool:
     """Whether zero_grad follows this training step (see ``_AutomaticOptimization._make_zero_grad_fn``)."""
     return trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0
+
+
+def is_window_end(trainer: Trainer) -> bool:
+    """Whether the optimizer steps after this training step."""
+    return not trainer.fit_loop._should_accumulate()
 
 
 def silence_sync_dist_advice() -> None:

@@ -19,8 +19,10 @@ from lightning_pp.partition.trace import TraceError
 from lightning_pp.runtime import microbatch, rng
 from lightning_pp.runtime.engine import Job
 from lightning_pp.runtime.flush import Flush
+from lightning_pp.runtime.groups import Replicas
 from lightning_pp.runtime.planner import Planner, StepPlan
 from lightning_pp.schedule import Lowered
+from lightning_pp.union import over_replicas
 
 __all__: list[str] = []
 
@@ -36,11 +38,13 @@ class Parts:
         batches: The micro-batches.
         sizes: Their numbers of samples.
         weights: Their shares in the mean; sum to 1.
+        total: What the whole batch weighs.
     """
 
     batches: list[Any]
     sizes: list[int | None]
     weights: list[float]
+    total: float
 
 
 def split(module: LightningModule, batch: Any, num_microbatches: int) -> Parts:
@@ -59,7 +63,7 @@ def split(module: LightningModule, batch: Any, num_microbatches: int) -> Parts:
     user_weight = getattr(module, "micro_batch_weight", None)
     shares = [float(size or 1) for size in sizes] if user_weight is None else [float(user_weight(b)) for b in batches]
     total = sum(shares)
-    return Parts(batches, sizes, [share / total if total else float("nan") for share in shares])
+    return Parts(batches, sizes, [share / total if total else float("nan") for share in shares], total)
 
 
 def whole_step(
@@ -104,6 +108,8 @@ class StepRunner:
         is_last: Whether this rank runs the last stage.
         device: Where batches live.
         seed: Base of all random streams.
+        replicas: The other pipelines, which see other samples.
+        replica: The number of this pipeline among them.
     """
 
     def __init__(
@@ -116,6 +122,8 @@ class StepRunner:
         is_last: bool,
         device: torch.device,
         seed: int,
+        replicas: Replicas,
+        replica: int,
     ) -> None:
         self._module = module
         self._planner = planner
@@ -125,6 +133,8 @@ class StepRunner:
         self._is_last = is_last
         self._device = device
         self._seed = seed
+        self._replicas = replicas
+        self._replica = replica
 
     def prepare(
         self,
@@ -154,7 +164,8 @@ class StepRunner:
         def step(mb: int) -> Any:
             recorder.mb = mb
             if draws:
-                rng.start_stream(rng.stream_seed(self._seed, _STREAMS[name], step_number, mb), draws_python)
+                seed = rng.stream_seed(self._seed, _STREAMS[name], step_number, mb, self._replica)
+                rng.start_stream(seed, draws_python)
             with context():
                 return function(parts.batches[mb], *rest)
 
@@ -164,7 +175,7 @@ class StepRunner:
             step=step,
             plans=[plan.signature_plan for plan in plans],
             loss_of=self._loss_of if training else None,
-            scales=[weight / accumulated for weight in parts.weights] if accumulated else (),
+            scales=self._scales(parts, accumulated) if accumulated else (),
         )
         checksum = None if self._flush.is_alone else microbatch.checksum(batch, self._device)
         return Prepared(name, job, parts, plans, recorder, checksum)
@@ -182,8 +193,18 @@ class StepRunner:
         if self._is_last:
             report = (self._output(prepared, results), prepared.recorder.merged(prepared.parts.weights))
         output, logs = self._flush.share(report, prepared.checksum)
+        if self._replicas.size > 1:
+            size = sum(size or 0 for size in prepared.parts.sizes)
+            logs = over_replicas(logs, self._replicas, prepared.parts.total, size, self._device)
         replay(self._module, logs)
         return output
+
+    def _scales(self, parts: Parts, accumulated: int) -> list[float]:
+        """What each micro-batch's loss counts in the mean over all replicas' batches and the accumulated ones."""
+        total = self._replicas.total(parts.total)
+        if not total:
+            return [float("nan")] * len(parts.batches)
+        return [(weight * parts.total if parts.total else 0.0) / total / accumulated for weight in parts.weights]
 
     def _plans(
         self, name: str, parts: Parts, rest: Sequence[Any], context: Callable[[], AbstractContextManager[None]]

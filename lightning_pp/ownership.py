@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -47,6 +46,11 @@ class Ownership:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()
+
+    @property
+    def model(self) -> nn.Module:
+        """The LightningModule."""
+        return self._model
 
     @staticmethod
     def of(model: nn.Module) -> Ownership | None:
@@ -146,36 +150,6 @@ class Ownership:
             stages = self.cut.stages_of(first, first in buffers, self.num_stages)
             found[name] = tuple(sorted({self._placement[stage] for stage in stages}))
         return found
-
-
-def tied_groups(ownership: Ownership, mesh: Mesh, timeout: Any) -> dict[int, Any]:
-    """``{index into ownership.owned(): group}``; made by all ranks together, one group per set of owners."""
-    named = dict(ownership._model.named_parameters())
-    index = {id(parameter): number for number, parameter in enumerate(ownership.owned())}
-    groups: dict[tuple[int, ...], Any] = {}
-    result = {}
-    for name, positions in sorted(ownership.tied().items()):
-        if positions not in groups:
-            groups[positions] = dist.new_group([mesh.global_rank(p) for p in positions], timeout=timeout)
-        if mesh.position in positions:
-            result[index[id(named[name])]] = groups[positions]
-    return result
-
-
-def share_copies(ownership: Ownership, mesh: Mesh, groups: dict[int, Any], everyone: Any) -> None:
-    """Give copies that lie on several processes the values of the first one."""
-    owned = ownership.owned()
-    named = {id(p): name for name, p in ownership._model.named_parameters()}
-    for number in sorted(groups, key=lambda number: named[id(owned[number])]):
-        parameter = owned[number]
-        source = mesh.global_rank(ownership.positions(named[id(parameter)])[0])
-        dist.broadcast(parameter.data, src=source, group=groups[number])
-    for name, buffer in ownership._model.named_buffers():
-        if len(ownership.positions(name)) == mesh.num_stages > 1 and buffer.numel():
-            values = buffer.detach().contiguous().reshape(-1)
-            # as bytes: not every library moves complex or boolean tensors
-            dist.broadcast(values.view(torch.uint8), src=mesh.global_rank(0), group=everyone)
-            buffer.detach().copy_(values.view(buffer.shape))
 
 
 def _named_tensors(model: nn.Module, every_name: bool = False) -> Iterator[tuple[str, Tensor]]:

@@ -16,11 +16,12 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from lightning_pp.arguments import Arguments
+from lightning_pp.copies import Copies
 from lightning_pp.data import NoBatchError
 from lightning_pp.jobs import StepRunner, split, whole_step
 from lightning_pp.logs import is_in_step
 from lightning_pp.metrics import SharedMetrics
-from lightning_pp.ownership import Ownership, share_copies, tied_groups
+from lightning_pp.ownership import Ownership
 from lightning_pp.partition.layers import find_layers
 from lightning_pp.partition.random_state import preserved
 from lightning_pp.partition.switch import Switchboard
@@ -29,6 +30,7 @@ from lightning_pp.runtime.comm import backend_for
 from lightning_pp.runtime.engine import Engine
 from lightning_pp.runtime.flush import Flush
 from lightning_pp.runtime.gradients import GradientHold
+from lightning_pp.runtime.groups import Groups
 from lightning_pp.runtime.links import open_links
 from lightning_pp.runtime.mesh import Mesh
 from lightning_pp.runtime.planner import Cut, CutOptions, Planner
@@ -46,7 +48,7 @@ class Pipeline:
         arguments: Of the strategy.
         mesh: This process's position.
         device: Where it computes.
-        host_group: All processes, for host memory.
+        groups: Its process groups.
 
     Attributes:
         ownership: Which process holds what.
@@ -54,7 +56,10 @@ class Pipeline:
         runner: Makes jobs.
         gradients: Holds what the backward passes have made.
         flush: Shares results and compares batches.
+        copies: Keeps equal what several processes hold.
         group: All stages of this pipeline, for device memory; None for a single one.
+        host_group: The same for host memory.
+        replicas: This position in all pipelines.
     """
 
     ownership: Ownership
@@ -62,15 +67,19 @@ class Pipeline:
     flush: Flush
     runner: StepRunner
     gradients: GradientHold
+    copies: Copies
 
     def __init__(
-        self, module: LightningModule, arguments: Arguments, mesh: Mesh, device: torch.device, host_group: Any
+        self, module: LightningModule, arguments: Arguments, mesh: Mesh, device: torch.device, groups: Groups
     ) -> None:
         self._module = module
         self._arguments = arguments
         self._mesh = mesh
         self._device = device
-        self._host_group = host_group
+        self._groups = groups
+        self.group = groups.pipeline
+        self.host_group = groups.pipeline_host
+        self.replicas = groups.replicas
         self._num_microbatches = arguments.num_microbatches(mesh.num_stages)
         self._lowered: dict[tuple[int, bool], Lowered] = {}
         self._placement = placement_of(self._schedule(1, training=True))
@@ -79,7 +88,6 @@ class Pipeline:
                 f"schedule={arguments.schedule!r} has {len(self._placement)} stages on {mesh.num_stages} ranks. This"
                 " version runs one stage per rank: use a schedule in which rank k runs stage k alone."
             )
-        self.group = dist.group.WORLD if mesh.num_stages > 1 else None
         self._board: Switchboard | None = None
         self._metrics: SharedMetrics | None = None
 
@@ -162,13 +170,17 @@ class Pipeline:
             try:
                 batch, *rest = first_arguments()
             except NoBatchError:  # an empty loader: Lightning has warned of it, and runs no step
+                self._gather_cuts(None)
                 return False
             part = split(self._module, batch, self._num_microbatches).batches[0]
             step = whole_step(self._module, name, part, rest, context)
             options = CutOptions(
                 len(self._placement), self._num_microbatches, self._arguments.split, self._arguments.balance
             )
-            trace = planner.decide(name, step, options, self._agree)
+            try:
+                trace = planner.decide(name, step, options, self._agree)
+            except NoBatchError:  # another process has none
+                return False
         assert planner.cut is not None
         if self._mesh.num_stages > 1:
             rank_zero_info(_partition_text(self._module, trace, planner.cut))
@@ -176,17 +188,24 @@ class Pipeline:
 
     def _agree(self, cut: Cut) -> Cut:
         """Take rank 0's cut; where a rank calls other layers, complain on all of them."""
-        if self._mesh.num_stages == 1:
-            return cut
-        cuts: list[Any] = [None] * dist.get_world_size(self._host_group)
-        dist.all_gather_object(cuts, cut, group=self._host_group)
+        cuts = self._gather_cuts(cut)
         for rank, other in enumerate(cuts):
+            if other is None:
+                raise NoBatchError(f"rank {rank} has no batch")
             if other.calls != cuts[0].calls:
                 raise ValueError(
                     f"Rank {rank} calls other layers than rank 0: {list(other.calls)} instead of"
                     f" {list(cuts[0].calls)}. All processes must run the same script on the same data."
                 )
         return cuts[0]  # type: ignore[no-any-return]
+
+    def _gather_cuts(self, cut: Cut | None) -> list[Any]:
+        """The cuts of all processes; None where there is no batch to cut by."""
+        if self._mesh.num_stages == 1:
+            return [cut]
+        cuts: list[Any] = [None] * dist.get_world_size(self._groups.everyone)
+        dist.all_gather_object(cuts, cut, group=self._groups.everyone)
+        return cuts
 
     def _nothing_cut(self) -> Cut:
         everywhere = tuple(range(len(self._placement)))
@@ -213,10 +232,10 @@ class Pipeline:
         self.engine = Engine(mesh.position, self._placement, Stage(board), senders, receivers)
         with _misconfigured():
             self.engine.prepare(self._program(self._num_microbatches, training=True))
-        groups = tied_groups(self.ownership, mesh, arguments.timeout)
-        share_copies(self.ownership, mesh, groups, self.group)
-        self.gradients = GradientHold(self.ownership.owned(), groups)
-        self.flush = flush = Flush(self.group, self._host_group, mesh.position, mesh.num_stages, self._device)
+        self.copies = Copies(self.ownership, mesh, self._groups, backend, arguments.timeout)
+        self.copies.share()
+        self.gradients = self.copies.gradient_hold()
+        self.flush = flush = Flush(self.group, self.host_group, mesh.position, mesh.num_stages, self._device)
         self.runner = StepRunner(
             self._module,
             planner,
@@ -226,12 +245,14 @@ class Pipeline:
             is_last=mesh.position == self._placement[-1],
             device=self._device,
             seed=self._base_seed(),
+            replicas=self.replicas,
+            replica=mesh.replica,
         )
 
         if mesh.num_stages > 1:
             last = mesh.global_rank(self._placement[-1])
             self._metrics = SharedMetrics(
-                self._module, self._host_group, last, lambda: is_in_step(self._module), self._device
+                self._module, self.host_group, last, lambda: is_in_step(self._module), self._device
             )
 
     def _program(self, num_microbatches: int, training: bool) -> Lowered:
@@ -248,8 +269,8 @@ class Pipeline:
 
     def _base_seed(self) -> int:
         box = [int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed()))]
-        if self._mesh.num_stages > 1:
-            dist.broadcast_object_list(box, src=0, group=self._host_group)
+        if self._mesh.num_stages * self._mesh.num_replicas > 1:
+            dist.broadcast_object_list(box, src=0, group=self._groups.everyone)
         return box[0]
 
 

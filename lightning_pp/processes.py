@@ -10,11 +10,13 @@ from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor
+from torch.distributed.nn.functional import all_gather as gather_with_gradients
 from typing_extensions import override
 
-from lightning_pp import compat, failure
+from lightning_pp import compat, failure, launching
 from lightning_pp.arguments import Arguments
 from lightning_pp.runtime.comm import backend_for, job_store
+from lightning_pp.runtime.groups import Groups, make_groups
 from lightning_pp.runtime.mesh import Mesh
 
 __all__: list[str] = []
@@ -35,6 +37,7 @@ class PipelineProcesses(ParallelStrategy):
         self.num_nodes = 1
         self._mesh: Mesh | None = None
         self._host_group: Any = None
+        self._groups: Groups | None = None
         self._has_failed = False
 
     # -- where this process is --------------------------------------------------------------------------------------
@@ -45,6 +48,13 @@ class PipelineProcesses(ParallelStrategy):
         if self._mesh is None:
             raise RuntimeError("The position in the pipeline is not known before the processes have been connected.")
         return self._mesh
+
+    @property
+    def groups(self) -> Groups:
+        """This process's groups; raises before processes are connected."""
+        if self._groups is None:
+            raise RuntimeError("There are no process groups before the processes have been connected.")
+        return self._groups
 
     @property
     def num_stages(self) -> int:
@@ -93,10 +103,15 @@ class PipelineProcesses(ParallelStrategy):
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
         if not self.cluster_environment.creates_processes_externally:
-            self._launcher = compat.script_launcher(self.cluster_environment, self.num_processes, self.num_nodes)
+            self.arguments.num_stages(self.world_size)  # before another process is started
+            if not launching.has_script():
+                launching.check_needs_no_script(self.num_processes)
+                return  # Lightning refuses every launcher of scripts in a notebook, even with nothing to start
+        self._launcher = compat.script_launcher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     @override
     def setup_environment(self) -> None:
+        launching.check_same_job(self.world_size)
         super().setup_environment()
         reset_seed()
         self.set_world_ranks()
@@ -105,8 +120,8 @@ class PipelineProcesses(ParallelStrategy):
         backend = backend_for(self.root_device, self.arguments.process_group_backend)
         compat.connect_processes(self.cluster_environment, backend, self.arguments.timeout, self.root_device)
         self._mesh = Mesh(self.global_rank, num_stages, self.world_size // num_stages)
-        if self._host_group is None:
-            self._host_group = dist.group.WORLD if backend == "gloo" else dist.new_group(backend="gloo")
+        self._groups = make_groups(self._mesh, backend, self.arguments.timeout)
+        self._host_group = self._groups.everyone
         failure.reset(job_store(), self.global_rank, self._host_group)
 
     def set_world_ranks(self) -> None:
@@ -134,13 +149,41 @@ class PipelineProcesses(ParallelStrategy):
     def reduce(
         self, tensor: Tensor | Any, group: Any | None = None, reduce_op: dist.ReduceOp | str | None = "mean"
     ) -> Tensor | Any:
-        """Over replicas; stages of one pipeline hold one and the same value."""
-        return tensor
+        """Reduce ``tensor`` over replicas; the stages of one pipeline hold one and the same value.
+
+        Args:
+            tensor: Anything but a tensor is returned as it is.
+            group: Another group to reduce over.
+            reduce_op: ``"mean"`` or ``"avg"``, ``"sum"``, ``"min"``, ``"max"``, ``"product"``, or an op of torch.
+        """
+        chosen = self._chosen(group)
+        if chosen is None or not isinstance(tensor, Tensor):
+            return tensor
+        is_mean = isinstance(reduce_op, str) and reduce_op.lower() in ("mean", "avg")
+        op = dist.ReduceOp.SUM if is_mean or reduce_op is None else reduce_op
+        if isinstance(op, str):
+            op = getattr(dist.ReduceOp, op.upper())
+        reduced = tensor.detach().clone()
+        if is_mean and not reduced.is_floating_point() and not reduced.is_complex():
+            reduced = reduced.to(torch.get_default_dtype())
+        dist.all_reduce(reduced, op=op, group=chosen)
+        return reduced / dist.get_world_size(chosen) if is_mean else reduced
 
     @override
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
-        """Over replicas; with one pipeline it returns ``tensor``, as a single device does."""
-        return tensor
+        """Stack the replicas' tensors: ``[num_replicas, *shape]``; of a single pipeline it is ``tensor`` itself."""
+        chosen = self._chosen(group)
+        if chosen is None:
+            return tensor
+        if sync_grads:
+            return torch.stack(gather_with_gradients(tensor.contiguous(), chosen))  # type: ignore[no-untyped-call]
+        gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size(chosen))]
+        dist.all_gather(gathered, tensor.contiguous(), group=chosen)
+        return torch.stack(gathered)
+
+    def _chosen(self, group: Any) -> Any:
+        """The replicas where no group of the user's own is given; Lightning gives that of all processes then."""
+        return self.groups.replicas.group if group is None or group is dist.group.WORLD else group
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
@@ -166,5 +209,5 @@ class PipelineProcesses(ParallelStrategy):
         self.checkpoint_io.teardown()
         if self._has_failed and dist.is_initialized():
             # the others wait for this rank: its connections must go, so that they learn of it at once
-            self._host_group = None
+            self._host_group = self._groups = None
             dist.destroy_process_group()

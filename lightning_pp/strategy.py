@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_pp import checkpoint, checks, compat, data, failure, precision
+from lightning_pp import checkpoint, checks, compat, data, failure, precision, signals
 from lightning_pp.arguments import Arguments
+from lightning_pp.norms import StageNorms
 from lightning_pp.pipeline import Pipeline
 from lightning_pp.processes import PipelineProcesses
 from lightning_pp.runtime.comm import job_store
@@ -94,6 +95,7 @@ class PipelineStrategy(PipelineProcesses):
         )  # fmt: skip
         self._pipeline: Pipeline | None = None
         self._is_cutting = False
+        self._agreement: precision.StepAgreement | None = None
 
     # -- start-up ---------------------------------------------------------------------------------------------------
 
@@ -114,6 +116,8 @@ class PipelineStrategy(PipelineProcesses):
         self.model = self.precision_plugin.convert_module(module)
         compat.silence_sync_dist_advice()
         data.share_random_state(self._host_group, 0)
+        if self.world_size > 1:
+            signals.install(trainer, self._host_group)
         if fitting:
             self.setup_optimizers(trainer)
             checks.check_optimizers(self.optimizers, self.num_stages)
@@ -122,7 +126,7 @@ class PipelineStrategy(PipelineProcesses):
 
     def _cut(self, trainer: Trainer, module: LightningModule) -> None:
         """Cut the model by the first batch that the loop will see."""
-        self._pipeline = pipeline = Pipeline(module, self.arguments, self.mesh, self.root_device, self._host_group)
+        self._pipeline = pipeline = Pipeline(module, self.arguments, self.mesh, self.root_device, self.groups)
         name, loop = compat.step_and_loop(trainer)
         self._is_cutting = True
         loop.setup_data()
@@ -142,12 +146,11 @@ class PipelineStrategy(PipelineProcesses):
         pipeline.cut(name, first_arguments if has_data else None, self._contexts()[name], self.optimizers)
         if name == "training_step":
             checks.warn_about_batch_norm(module, self.arguments.num_microbatches(self.num_stages), rank_zero_warn)
-        precision.clip_over_stages(
-            self.precision_plugin, pipeline.ownership.counts_here, pipeline.group, self.root_device
-        )
+            norms = StageNorms(pipeline.ownership, self.mesh, pipeline.group, self.root_device)
+            self._agreement = precision.StepAgreement(self.precision_plugin, norms, pipeline.group, pipeline.host_group)
         callbacks = compat.callbacks(trainer)
         if self.num_stages > 1 and not any(isinstance(callback, data.SameRandomState) for callback in callbacks):
-            callbacks.insert(0, data.SameRandomState(self._host_group, 0))
+            callbacks.insert(0, data.SameRandomState(pipeline.host_group, self.mesh.global_rank(0)))
 
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
@@ -179,7 +182,14 @@ class PipelineStrategy(PipelineProcesses):
             trainer.fit_loop.total_batch_idx,
             trainer.accumulate_grad_batches,
         )
-        pipeline.gradients.start(held_back, keep_old=keeps_old)
+        step.job.backward_done = pipeline.gradients.backward_done
+        step.job.loss_scaling = precision.loss_scaling(self.precision_plugin)
+        pipeline.gradients.start(
+            held_back,
+            keep_old=keeps_old,
+            averages=self.data_parallel_size > 1 and compat.is_window_end(trainer),
+            is_whole=window_start or not held_back,
+        )
         with pipeline.runner.running(step), self._explaining():
             results = pipeline.engine.run(step.job)
         pipeline.gradients.finish(held_back)
@@ -214,7 +224,43 @@ class PipelineStrategy(PipelineProcesses):
         self.pipeline.gradients.hand_over()
         closure_loss = self.precision_plugin.post_backward(closure_loss, module)
         self.post_backward(closure_loss)
+        self._check_hooks("on_before_backward", "on_after_backward")
         return closure_loss
+
+    @override
+    def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        result = super().optimizer_step(optimizer, *args, **kwargs)
+        self._check_hooks("on_before_optimizer_step", "configure_gradient_clipping", "optimizer_step")
+        return result
+
+    def grad_norm(self, norm_type: float = 2.0, optimizer: Optimizer | None = None) -> Tensor:
+        """The norm of the gradients of all stages, as if they were one vector; equal on all ranks.
+
+        Call it on every rank, in hooks between the backward pass and the optimizer's step: in
+        ``on_before_optimizer_step`` gradients have not been clipped yet.
+
+        Args:
+            norm_type: Order of the norm; positive, ``float("inf")`` included.
+            optimizer: Whose parameters count; None takes all of the module's.
+
+        Returns:
+            A tensor with one number.
+
+        Raises:
+            ValueError: ``norm_type`` is not positive.
+            RuntimeError: No training is under way.
+        """
+        if self._agreement is None:
+            raise RuntimeError("There are gradients to take the norm of only while the Trainer fits.")
+        plugin = self.precision_plugin
+        parameters = self._module().parameters() if optimizer is None else plugin.main_params(optimizer)
+        return self._agreement.norms.total(parameters, norm_type)
+
+    def _check_hooks(self, *hooks: str) -> None:
+        """Where the user's code may have clipped, see whether it did so on all stages."""
+        module = self._module()
+        if self._agreement is not None and compat.watches(module.trainer, module, *hooks):
+            self._agreement.check()
 
     def _contexts(self) -> dict[str, _Context]:
         plugin = self.precision_plugin
@@ -257,11 +303,19 @@ class PipelineStrategy(PipelineProcesses):
         compat.load_loader_states(self._module().trainer)  # Lightning restores a checkpoint after ``setup``
 
     @override
+    def on_validation_start(self) -> None:
+        self.pipeline.copies.share_buffers()
+
+    @override
     def on_train_end(self) -> None:
+        self.pipeline.copies.share_buffers()
         self.pipeline.flush.check()
 
     @override
     def teardown(self) -> None:
+        if self._agreement is not None:
+            self._agreement.release()
+            self._agreement = None
         if self._pipeline is not None:
             self._pipeline.close()
         if self._has_failed:

@@ -45,3 +45,7 @@ def test_the_job_store_and_the_backends() -> None:
     assert callable(dist.distributed_c10d._get_default_store)
     assert hasattr(dist, "ProcessGroupGloo")
     assert hasattr(dist, "PrefixStore")
+
+
+def test_the_end_of_an_accumulation_window() -> None:
+    assert callable(Trainer(logger=False, enable_checkpointing=False, accelerator="cpu").fit_loop._should_accumulate)

@@ -41,7 +41,6 @@ def test_arguments_that_no_model_could_use(arguments: dict[str, Any], error: typ
 SET_UP = {
     "stages do not divide the processes": (
         "MLP", 3, {"stages": 2}, {}, r"PipelineStrategy\(stages=2\) needs a multiple of 2 processes, but .* = 3"),
-    "more processes than stages": ("MLP", 2, {"stages": 1}, {}, r"stages=1\) was given 2 processes"),
     "more stages than layers": (
         "Boring", 2, {"stages": 2}, {}, r"Boring.training_step calls only 1 layer\(s\): layer. Use at most 1"),
     "an unknown layer in split": ("MLP", 2, {"split": ["net.9"]}, {}, r"no layer 'net.9'. The layers are 'net.0'"),

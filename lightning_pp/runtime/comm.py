@@ -46,6 +46,14 @@ def make_group(name: str, rank: int, size: int, backend: str, timeout: timedelta
     raise ValueError(f"process_group_backend={backend!r}: allowed are 'gloo' and 'nccl'.")
 
 
+def all_reduce(group: Any, tensor: Tensor) -> None:
+    """Sum ``tensor`` in place over a group of :func:`make_group`, whatever its layout and dtype."""
+    values = tensor.contiguous()
+    group.allreduce([torch.view_as_real(values) if values.is_complex() else values]).wait()
+    if values is not tensor:
+        tensor.copy_(values)
+
+
 @contextmanager
 def _losing_peers() -> Iterator[None]:
     """A transfer fails at its start, or while it is waited for, when the other end has gone."""

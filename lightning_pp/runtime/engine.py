@@ -59,6 +59,8 @@ class Job:
         loss_of: Takes the loss out of a result; None for a forward-only job.
         plans: One per micro-batch.
         scales: What each micro-batch's loss is multiplied by.
+        loss_scaling: Multiplies a tensor by the present scale of a loss scaler; None where there is none.
+        backward_done: Called after this rank's last backward, before its last messages.
         results: What the last stage's steps returned, by micro-batch.
     """
 
@@ -67,6 +69,8 @@ class Job:
     plans: Sequence[SignaturePlan]
     loss_of: Callable[[Any], Tensor] | None = None
     scales: Sequence[float] = ()
+    loss_scaling: Callable[[Tensor], Tensor] | None = None
+    backward_done: Callable[[], None] | None = None
     results: dict[int, Any] = field(default_factory=dict)
 
 
@@ -224,7 +228,8 @@ class Engine:
             if loss.numel() != 1:
                 raise ValueError(f"the loss must be a single number; it has shape {list(loss.shape)}.")
             scale = torch.full_like(loss, job.scales[key[1]])
-            self._save(key, _Saved(layout, received, [loss], [scale]))
+            root = scale if job.loss_scaling is None else job.loss_scaling(scale).to(loss.dtype)
+            self._save(key, _Saved(layout, received, [loss], [root]))
 
     def _save(self, key: Key, saved: _Saved) -> None:
         self._saved[key] = saved
@@ -236,6 +241,8 @@ class Engine:
         grads = self._grads_in.pop(key) if saved.root_grads is None else saved.root_grads
         if saved.roots:
             self._stage.backward(saved.layout, saved.roots, grads, saved.received)
+        if task.is_last and job.backward_done is not None:
+            job.backward_done()
         if key[0] == 0:
             return
         made = [_grad_of(tensor) for tensor in saved.received if tensor.requires_grad]

@@ -36,6 +36,12 @@ class Mesh:
         """Global ranks of this process's pipeline, by position."""
         return [self.global_rank(position) for position in range(self.num_stages)]
 
+    @property
+    def replicas(self) -> list[int]:
+        """Global ranks of the processes at this position, by pipeline."""
+        first = self.position * self.num_replicas
+        return list(range(first, first + self.num_replicas))
+
     def global_rank(self, position: int) -> int:
         """The global rank at ``position`` of this process's own pipeline."""
         return position * self.num_replicas + self.replica

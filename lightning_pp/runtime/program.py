@@ -29,6 +29,7 @@ class Task:
         sender: The channel of a send.
         receiver: The channel of a receive.
         neighbour: Who takes the result of a computation, if a stage of this same rank does.
+        is_last: Whether this is the last backward of its rank.
     """
 
     op: Op
@@ -37,6 +38,7 @@ class Task:
     sender: Sender | None = None
     receiver: Receiver | None = None
     neighbour: Key | None = None
+    is_last: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +70,8 @@ def prepare(
     """
     check_executable(lowered)
     tasks = []
-    for op in lowered.programs[rank]:
+    backwards = [index for index, op in enumerate(lowered.programs[rank]) if op.kind is Kind.B]
+    for index, op in enumerate(lowered.programs[rank]):
         if op.kind in _TRANSFERS:
             edge = edge_of(op, placement)
             sender = senders[edge] if op.kind in _SENDS else None
@@ -76,7 +79,8 @@ def prepare(
             tasks.append(Task(op, (op.stage, op.mb), message_of(op), sender, receiver))
         else:
             key = (op.stage, op.mb)
-            tasks.append(Task(op, key, key, neighbour=_neighbour(op, placement)))
+            is_last = backwards[-1:] == [index]
+            tasks.append(Task(op, key, key, neighbour=_neighbour(op, placement), is_last=is_last))
     needed = windows(lowered)
     outgoing = tuple((senders[edge], needed[edge]) for edge in lowered.edges if edge.source == rank)
     incoming = tuple(
