@@ -35,11 +35,7 @@ def check_run(trainer: Trainer, module: LightningModule, num_stages: int) -> Non
         MisconfigurationException: Something would be wrong or ignored.
     """
     _check_module(module)
-    if not precision.is_supported(trainer.precision_plugin):
-        raise MisconfigurationException(
-            f"PipelineStrategy does not support {type(trainer.precision_plugin).__name__} with"
-            f" precision={trainer.precision!r}. Supported are {precision.SUPPORTED}."
-        )
+    precision.check(trainer.precision_plugin)
     if num_stages == 1:
         return
     for callback in callbacks(trainer):

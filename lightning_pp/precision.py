@@ -2,62 +2,83 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
-import torch
-import torch.distributed as dist
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_pp import scaler
+from lightning_pp.clipping import StageClipping
+from lightning_pp.norms import StageNorms
+
 __all__: list[str] = []
 
-SUPPORTED = "'32-true', '64-true', 'bf16-true', '16-true' and 'bf16-mixed'"
+_SUPPORTED = "'32-true', '64-true', 'bf16-true', '16-true', 'bf16-mixed' and '16-mixed'"
 
 
-def is_supported(plugin: Precision) -> bool:
-    """Whether training in a pipeline gives with ``plugin`` what a single process gives."""
-    if isinstance(plugin, MixedPrecision):
-        return type(plugin) is MixedPrecision and plugin.scaler is None
-    return type(plugin) in (Precision, DoublePrecision, HalfPrecision)
+def check(plugin: Precision) -> None:
+    """Check that training in a pipeline gives with ``plugin`` what a single process gives.
+
+    Raises:
+        MisconfigurationException: It does not.
+    """
+    if type(plugin) not in (Precision, DoublePrecision, HalfPrecision, MixedPrecision):
+        raise MisconfigurationException(
+            f"PipelineStrategy does not support {type(plugin).__name__} (precision={plugin.precision!r}). Supported are"
+            f" {_SUPPORTED}, with Lightning's own plugins for them."
+        )
+    own = getattr(plugin, "scaler", None)
+    if own is not None and not scaler.is_known(own):
+        raise MisconfigurationException(
+            f"PipelineStrategy does not support a {type(own).__module__}.{type(own).__qualname__} as loss scaler, whose"
+            " decisions all stages would have to share. Give MixedPrecision(scaler=...) a torch.amp.GradScaler, with"
+            " any settings."
+        )
 
 
-def clip_over_stages(
-    plugin: Precision, counts_here: Callable[[Tensor], bool], group: Any, device: torch.device
-) -> None:
-    """Make ``plugin`` clip by the norm over all stages.
+def loss_scaling(plugin: Precision) -> Callable[[Tensor], Tensor] | None:
+    """What multiplies a loss by the present scale; None where nothing does."""
+    own = getattr(plugin, "scaler", None)
+    return None if own is None else own.scale
+
+
+class StepAgreement:
+    """What the stages agree on between a backward pass and the optimizer's step, while a pipeline trains.
 
     Args:
         plugin: The Trainer's precision plugin.
-        counts_here: Whether this rank is the one that counts a parameter (a tied one lies on several).
-        group: All stages; None for a single one.
-        device: Where gradients live.
+        norms: Takes norms over all stages.
+        group: All stages, for device memory; None for a single one.
+        host_group: The same for host memory.
     """
 
-    def clip_grad_by_norm(optimizer: Optimizer, clip_val: float) -> None:
-        parameters = list(plugin.main_params(optimizer))
-        norm = global_norm([p for p in parameters if counts_here(p)], group, device)
-        grads = [p.grad for p in parameters if p.grad is not None]
-        if grads:
-            torch.nn.utils.clip_grads_with_norm_([p for p in parameters if p.grad is not None], clip_val, norm)
+    def __init__(self, plugin: Precision, norms: StageNorms, group: Any, host_group: Any) -> None:
+        self.norms = norms
+        self._plugin = plugin
+        self._scaler = getattr(plugin, "scaler", None)
+        self._clipping: StageClipping | None = None
 
-    plugin.clip_grad_by_norm = clip_grad_by_norm  # type: ignore[method-assign]
+        def clip_grad_by_norm(optimizer: Optimizer, clip_val: float) -> None:
+            norms.clip(plugin.main_params(optimizer), clip_val)
 
+        plugin.clip_grad_by_norm = clip_grad_by_norm  # type: ignore[method-assign]
+        if group is not None:
+            self._clipping = StageClipping(norms, host_group)
+            if self._scaler is not None:
+                scaler.agree(self._scaler, group)
 
-def global_norm(parameters: Sequence[Tensor], group: Any, device: torch.device) -> Tensor:
-    """The 2-norm of all stages' gradients; the same number on every stage.
+    def check(self) -> None:
+        """Find out, after hooks that may have clipped, whether they did so on all stages."""
+        if self._clipping is not None:
+            self._clipping.check()
 
-    Args:
-        parameters: Those that this rank counts.
-        group: All stages; None for a single one.
-        device: Where gradients live.
-    """
-    grads = [p.grad for p in parameters if p.grad is not None]
-    norm = torch.nn.utils.get_total_norm(grads) if grads else torch.zeros((), device=device)
-    if group is None:
-        return norm
-    dtype = norm.dtype
-    square = norm.double().square()
-    dist.all_reduce(square, group=group)
-    return square.sqrt().to(dtype)
+    def release(self) -> None:
+        """Leave the plugin, and torch, as they were."""
+        vars(self._plugin).pop("clip_grad_by_norm", None)
+        if self._clipping is not None:
+            self._clipping.remove()
+            if self._scaler is not None:
+                scaler.release(self._scaler)
