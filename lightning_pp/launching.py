@@ -1,0 +1,49 @@
+"""What can be known about a job before its processes are connected: is there a script to start again, is it one job."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch.distributed as dist
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+__all__: list[str] = []
+
+
+def has_script() -> bool:
+    """Whether the running program can be started again: not a notebook, a prompt, ``python -c`` or standard input."""
+    main = sys.modules["__main__"]
+    if hasattr(sys, "ps1") or sys.flags.interactive:
+        return False
+    path = getattr(main, "__file__", None)
+    return getattr(main, "__spec__", None) is not None or (path is not None and Path(path).is_file())
+
+
+def check_needs_no_script(num_processes: int) -> None:
+    """Refuse to start several processes where :func:`has_script` says no.
+
+    Raises:
+        MisconfigurationException: There is more than one process.
+    """
+    if num_processes > 1:
+        raise MisconfigurationException(
+            f"PipelineStrategy cannot start {num_processes} processes from here: each runs the same script from the"
+            " top, and a notebook, a Python prompt, `python -c` and standard input have no script. Put the code into a"
+            " file and run `python train.py` (from a notebook: `!python train.py`), start it with torchrun, or use"
+            " devices=1."
+        )
+
+
+def check_same_job(world_size: int) -> None:
+    """Refuse a Trainer of another size than that for which this script's processes were started.
+
+    Raises:
+        MisconfigurationException: The sizes differ.
+    """
+    if dist.is_initialized() and dist.get_world_size() != world_size:
+        raise MisconfigurationException(
+            f"This script's processes were connected as a job of {dist.get_world_size()}, and this Trainer asks for"
+            f" devices x num_nodes = {world_size}. Use the same devices and num_nodes for all Trainers of a script, or"
+            " put the other run into a script of its own."
+        )
