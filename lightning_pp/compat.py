@@ -38,7 +38,8 @@ class SignalActions:
             _slurm_sigusr_handler_fn=lambda signum, _: on_requeue(signum),
         )
         # newer versions share rank 0's signals before each batch, for which a GPU must have finished the last one
-        vars(self._trainer.fit_loop.epoch_loop).update(_broadcast_sigterm_tensor=lambda: None)
+        epoch_loop: Any = self._trainer.fit_loop.epoch_loop
+        epoch_loop._broadcast_sigterm_tensor = lambda: None
 
     def tell_children(self, signum: int) -> None:
         """Pass a signal on to the processes that this one has started."""
