@@ -1,67 +1,91 @@
-"""How users start it: a plain script, torchrun, by name, twice in one script."""
+"""How users start it on one machine: a plain script, torchrun, by name, twice in one script, and from no script."""
 
-import os
-import subprocess
 import sys
-import textwrap
-from pathlib import Path
+from types import ModuleType
 
 import pytest
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-ROOT = Path(__file__).parents[1]
+from lightning_pp import launching
+from tests.commands import assert_same, plain, program, results, run, torchrun
+from tests.program import train
 
-SCRIPT = """
-import os, sys, torch
+TWO = {"trainer": {"devices": 2}, "strategy": {"stages": 2, "microbatches": 3}}
+
+
+def places(found: list[dict[str, int]]) -> list[tuple[int, ...]]:
+    return [tuple(one[key] for key in ("rank", "world_size", "stage", "replica")) for one in found]
+
+
+def test_a_plain_script_with_two_trainers_one_of_which_fits_twice() -> None:
+    by_name = {"trainer": {"devices": 2, "max_epochs": 1}, "strategy": "pipeline", "fits": 2, "seed": 1}
+    found = results(run(program([TWO, by_name])))
+    assert places(found) == [(0, 2, 0, 0)] * 2 + [(1, 2, 1, 0)] * 2
+    assert_same(found[::2], plain())
+    assert_same(found[1::2], plain(trainer={"max_epochs": 1}, fits=2, seed=1))
+
+
+def test_torchrun() -> None:
+    launcher = torchrun("--nproc-per-node=2", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0")
+    found = results(run(program(TWO, *launcher)))
+    assert places(found) == [(0, 2, 0, 0), (1, 2, 1, 0)]
+    assert_same(found, plain())
+
+
+def test_two_trainers_of_different_sizes_are_refused_at_once() -> None:
+    other = {"trainer": {"devices": 1}, "strategy": {}}
+    ((code, output),) = run(program([TWO, other]), timeout=30)
+    assert code != 0
+    text = "connected as a job of 2, and this Trainer asks for devices x num_nodes = 1"
+    assert output.count(text) == 2, output  # each rank says so
+
+
+def test_devices_that_are_no_multiple_of_the_stages_are_refused_before_a_process_is_started() -> None:
+    text = r"stages=3\) needs a multiple of 3 processes, but devices x num_nodes = 2"
+    with pytest.raises(MisconfigurationException, match=text):
+        train({"trainer": {"devices": 2}, "strategy": {"stages": 3}})
+
+
+def test_devices_that_do_not_fit_torchrun_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lightning's own words, before anybody waits for a process that does not exist."""
+    variables = {"TORCHELASTIC_RUN_ID": "1", "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "GROUP_RANK": "0"}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=r"product \(1 \* 1\) does not match the world size \(2\)"):
+        train({"trainer": {"devices": 1}, "strategy": {}})
+
+
+AT_A_PROMPT = """
 from lightning.pytorch import Trainer
 import lightning_pp
 from tests.models import MLP
 
-torch.set_num_threads(1)
+def train(devices):
+    Trainer(devices=devices, strategy="pipeline", accelerator="cpu", max_epochs=1, barebones=True).fit(
+        MLP(), MLP.loader())
 
-def train(strategy):
-    torch.manual_seed(0)
-    trainer = Trainer(accelerator="cpu", devices=2, max_epochs=2, strategy=strategy, logger=False,
-                      enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
-    trainer.fit(MLP(), MLP.loader())
-    return trainer
-
-if __name__ == "__main__":
-    first = train("pipeline" if sys.argv[1] == "name" else lightning_pp.PipelineStrategy(stages=2, microbatches=4))
-    runs = [first] if sys.argv[1] != "twice" else [first, train(lightning_pp.PipelineStrategy(stages=2))]
-    for trainer in runs:
-        loss = trainer.callback_metrics["train_loss_epoch"].item()
-        line = (f"rank {trainer.global_rank} of {trainer.world_size}, stage {trainer.strategy.stage_index} of"
-                f" {trainer.strategy.num_stages}, replica {trainer.strategy.data_parallel_rank} of"
-                f" {trainer.strategy.data_parallel_size}: loss {loss:.6f}\\n")
-        os.write(1, line.encode())  # whole lines: the processes share one pipe
+try:
+    train(devices=2)
+except Exception as error:
+    print(type(error).__name__, error)
+train(devices=1)
+print("trained")
 """
 
 
-def run(script: Path, *command: str) -> list[str]:
-    script.write_text(textwrap.dedent(SCRIPT))
-    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"}
-    result = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, env=environment)
-    assert result.returncode == 0, result.stdout + result.stderr
-    return sorted(line for line in result.stdout.splitlines() if line.startswith("rank "))
+def test_at_a_prompt_one_process_trains_and_several_are_refused() -> None:
+    """Python's own; IPython and Jupyter kernels set the same sys.ps1."""
+    ((code, output),) = run(([sys.executable, "-i", "-c", AT_A_PROMPT], {}))
+    assert code == 0, output
+    assert "MisconfigurationException PipelineStrategy cannot start 2 processes from here" in output
+    assert "python train.py" in output
+    assert "trained" in output.splitlines(), output
 
 
-@pytest.mark.parametrize("how", ["class", "name", "twice"])
-def test_a_plain_script(tmp_path: Path, how: str) -> None:
-    script = tmp_path / "train.py"
-    lines = run(script, sys.executable, str(script), how)
-    expected = [f"rank {rank} of 2, stage {rank} of 2, replica 0 of 1" for rank in (0, 1)]
-    assert [line.split(":")[0] for line in lines] == sorted(expected * (2 if how == "twice" else 1))
-    assert len({line.split("loss ")[1] for line in lines}) == 1, lines
-
-
-def test_torchrun(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    lines = run(
-        script, sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0",
-        "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", str(script), "class",
-    )  # fmt: skip
-    assert [line.split(":")[0] for line in lines] == [
-        f"rank {rank} of 2, stage {rank} of 2, replica 0 of 1" for rank in (0, 1)
-    ]
-    assert len({line.split("loss ")[1] for line in lines}) == 1
+def test_a_command_is_no_script(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither are standard input and a notebook: their main module has no file, or one that is not there."""
+    assert launching.has_script()
+    monkeypatch.setitem(sys.modules, "__main__", ModuleType("__main__"))
+    assert not launching.has_script()
+    with pytest.raises(MisconfigurationException, match="cannot start 2 processes"):
+        train({"trainer": {"devices": 2}, "strategy": {"stages": 2}})

@@ -1,0 +1,93 @@
+"""Two nodes with addresses of their own, which are network namespaces of this machine; a pipeline spans them."""
+
+import contextlib
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.commands import assert_same, plain, program, results, run, torchrun
+from tests.launch import free_port
+
+NODES = ("10.83.71.1", "10.83.71.2")
+#: both ends of the cable are called so; a host's name leads Gloo to another address than the cable's
+CARD = "card0"
+
+
+def ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True, timeout=20)
+
+
+@pytest.fixture(scope="module")
+def namespaces() -> Iterator[list[str]]:
+    """Two namespaces and a cable between them; skips, with the reason, where they cannot be made."""
+    if shutil.which("ip") is None:
+        pytest.skip("needs the program `ip`, to make network namespaces")
+    if os.geteuid() != 0:
+        pytest.skip("needs root, to make network namespaces")
+    names = [f"lightning-pp-{os.getpid()}-{node}" for node in (0, 1)]
+    try:
+        try:
+            for name in names:
+                ip("netns", "add", name)
+            ip("link", "add", CARD, "netns", names[0], "type", "veth", "peer", "name", CARD, "netns", names[1])
+            for name, address in zip(names, NODES, strict=True):
+                ip("-n", name, "address", "add", f"{address}/24", "dev", CARD)
+                ip("-n", name, "link", "set", CARD, "up")
+                ip("-n", name, "link", "set", "lo", "up")
+                ip("netns", "exec", name, "true")
+        except subprocess.CalledProcessError as error:
+            pytest.skip(f"this machine makes no network namespaces: {error.stderr.strip()}")
+        yield names
+    finally:
+        for name in names:
+            with contextlib.suppress(subprocess.CalledProcessError):
+                ip("netns", "delete", name)
+
+
+def inside(name: str, command: list[str], variables: dict[str, str]) -> tuple[list[str], dict[str, str]]:
+    return ["ip", "netns", "exec", name, *command], {**variables, "GLOO_SOCKET_IFNAME": CARD}
+
+
+def options(num_nodes: int, devices: int) -> dict[str, Any]:
+    stages = num_nodes * devices
+    return {"trainer": {"devices": devices, "num_nodes": num_nodes}, "strategy": {"stages": stages, "microbatches": 3}}
+
+
+def test_torchrun_on_two_nodes(namespaces: list[str]) -> None:
+    commands = []
+    for node, name in enumerate(namespaces):
+        launcher = torchrun(
+            "--nnodes=2",
+            f"--node-rank={node}",
+            "--nproc-per-node=1",
+            f"--master-addr={NODES[0]}",
+            "--master-port=29400",
+        )
+        commands.append(inside(name, *program(options(2, 1), *launcher)))
+    found = results(run(*commands))
+    assert [(one["rank"], one["node"], one["stage"]) for one in found] == [(0, 0, 0), (1, 1, 1)]
+    assert_same(found, plain())
+
+
+def on_each_node(rank: int, address: str, port: int) -> tuple[list[str], dict[str, str]]:
+    """The script, started by hand on each node with what Lightning needs to know."""
+    return program(options(2, 2), NODE_RANK=rank, MASTER_ADDR=address, MASTER_PORT=port)
+
+
+def test_scripts_on_two_nodes_with_two_processes_each(namespaces: list[str]) -> None:
+    commands = [inside(name, *on_each_node(node, NODES[0], 29401)) for node, name in enumerate(namespaces)]
+    found = results(run(*commands))
+    assert [(one["rank"], one["node"], one["stage"]) for one in found] == [(0, 0, 0), (1, 0, 1), (2, 1, 2), (3, 1, 3)]
+    assert_same(found, plain())
+
+
+def test_two_nodes_that_are_one_machine() -> None:
+    port = free_port()
+    commands = [program(options(2, 1), NODE_RANK=node, MASTER_ADDR="127.0.0.1", MASTER_PORT=port) for node in (0, 1)]
+    found = results(run(*commands))
+    assert [(one["rank"], one["node"], one["stage"]) for one in found] == [(0, 0, 0), (1, 1, 1)]
+    assert_same(found, plain())
