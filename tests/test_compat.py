@@ -1,9 +1,11 @@
 """Names that Lightning and torch do not promise: each test says which one has moved."""
 
 import inspect
+import signal
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization
@@ -49,3 +51,31 @@ def test_the_job_store_and_the_backends() -> None:
 
 def test_the_end_of_an_accumulation_window() -> None:
     assert callable(Trainer(logger=False, enable_checkpointing=False, accelerator="cpu").fit_loop._should_accumulate)
+
+
+def test_signal_handlers_are_looked_up_when_they_are_registered() -> None:
+    trainer = Trainer(logger=False, enable_checkpointing=False, accelerator="cpu", barebones=True)
+    connector = trainer._signal_connector
+    noted: list[int] = []
+    compat.SignalActions(trainer).replace_handlers(noted.append, noted.append)
+    before = signal.getsignal(signal.SIGTERM)
+    connector.register_signal_handlers()
+    try:
+        signal.raise_signal(signal.SIGTERM)
+    finally:
+        connector.teardown()
+    assert noted == [signal.SIGTERM]
+    assert signal.getsignal(signal.SIGTERM) == before
+    assert not trainer.received_sigterm
+    compat.SignalActions(trainer).stop()
+    assert trainer.received_sigterm
+    assert callable(type(connector)._slurm_sigusr_handler_fn)
+    source = inspect.getsource(type(trainer.fit_loop.epoch_loop).advance)
+    assert "torch.distributed" not in source or "self._broadcast_sigterm_tensor()" in source
+
+
+def test_the_launcher_checks_and_starts() -> None:
+    launcher = compat.script_launcher(LightningEnvironment(), 1, 1)
+    assert launcher.procs == []
+    assert not launcher.is_interactive_compatible
+    assert "validate_settings" in inspect.getsource(launcher.launch)
