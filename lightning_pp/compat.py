@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import torch
-from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, TorchCheckpointIO
 from lightning.fabric.utilities.distributed import _init_dist_connection
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
+from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
 __all__: list[str] = []
@@ -143,3 +145,20 @@ def silence_sync_dist_advice() -> None:
 def is_overridden(name: str, module: LightningModule) -> bool:
     """Whether the user's class (or instance) defines ``name`` itself."""
     return getattr(type(module), name, None) is not getattr(LightningModule, name) or name in vars(module)
+
+
+def is_interrupted(module: LightningModule | None) -> bool:
+    """Whether the run of ``module`` has failed, and the hooks that follow from it are under way."""
+    trainer = module._trainer if module is not None else None
+    return trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED
+
+
+def give_base_io(io: CheckpointIO, base: CheckpointIO) -> None:
+    """Let a plugin that wraps another one (``AsyncCheckpointIO``) wrap ``base``, unless it has been given one."""
+    if isinstance(io, _WrappingCheckpointIO):
+        io.checkpoint_io = base
+
+
+def loads_weights_only_by_default() -> bool | None:
+    """What Lightning hands to ``torch.load`` where the user says nothing; newer versions leave it to torch."""
+    return None if "weights_only" in inspect.signature(TorchCheckpointIO.load_checkpoint).parameters else False

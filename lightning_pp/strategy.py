@@ -6,7 +6,7 @@ file says at which of Lightning's hooks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any, Literal
@@ -19,19 +19,19 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_pp import checkpoint, checks, compat, data, failure, precision, signals
+from lightning_pp import checks, compat, data, failure, precision, signals
 from lightning_pp.arguments import Arguments
 from lightning_pp.norms import StageNorms
 from lightning_pp.pipeline import Pipeline
-from lightning_pp.processes import PipelineProcesses
 from lightning_pp.runtime.comm import job_store
+from lightning_pp.state import CheckpointedProcesses
 
 __all__: list[str] = []
 
 _Context = Callable[[], AbstractContextManager[None]]
 
 
-class PipelineStrategy(PipelineProcesses):
+class PipelineStrategy(CheckpointedProcesses):
     """Trains a LightningModule, as it is, in pipeline stages over several processes.
 
     Every process runs the module's own ``training_step`` with the layers of other stages switched off, on one
@@ -51,7 +51,7 @@ class PipelineStrategy(PipelineProcesses):
             ``"memory"`` (weights, gradients, optimizer and activations in flight).
         activation_checkpointing: True, or the classes (or their import paths or names) of the layers whose activations
             are recomputed in the backward pass.
-        save_distributed_checkpoint: This version saves one ordinary Lightning file: False only.
+        save_distributed_checkpoint: Let every rank save its own part to a folder rather than rank 0 one ordinary file.
         process_group_backend: ``"gloo"`` or ``"nccl"``; None takes NCCL for CUDA devices and Gloo for others.
         timeout: How long a rank waits for another.
 
@@ -85,13 +85,12 @@ class PipelineStrategy(PipelineProcesses):
     ) -> None:
         if interleave != 1:
             raise ValueError(f"interleave={interleave}: this version has schedules with one chunk per rank; use 1.")
-        if save_distributed_checkpoint:
-            raise ValueError("save_distributed_checkpoint=True: this version saves one ordinary file; use False.")
         super().__init__(
             Arguments(
                 stages, microbatches, schedule, layers, split, balance, activation_checkpointing,
                 process_group_backend, timeout,
-            )
+            ),
+            save_distributed_checkpoint,
         )  # fmt: skip
         self._pipeline: Pipeline | None = None
         self._is_cutting = False
@@ -110,6 +109,7 @@ class PipelineStrategy(PipelineProcesses):
     def setup(self, trainer: Trainer) -> None:
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
+        self._prepare_checkpoints()
         module = self._module()
         fitting = trainer.state.fn == TrainerFn.FITTING
         checks.check_run(trainer, module, self.num_stages)
@@ -122,6 +122,7 @@ class PipelineStrategy(PipelineProcesses):
             self.setup_optimizers(trainer)
             checks.check_optimizers(self.optimizers, self.num_stages)
         self._cut(trainer, module)
+        self._load_waiting_state()
         self.setup_precision_plugin()
 
     def _cut(self, trainer: Trainer, module: LightningModule) -> None:
@@ -270,28 +271,6 @@ class PipelineStrategy(PipelineProcesses):
             "test_step": plugin.test_step_context,
             "predict_step": plugin.predict_step_context,
         }
-
-    # -- state ------------------------------------------------------------------------------------------------------
-
-    @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The whole model on rank 0; on other ranks what they hold, the rest on the meta device."""
-        state_dict = self._module().state_dict()
-        return checkpoint.gather_state_dict(state_dict, self.pipeline.ownership.provider, self._host_group)
-
-    @override
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The whole optimizer on rank 0; on other ranks what they hold."""
-        optimizer = getattr(optimizer, "optimizer", optimizer)
-        ownership = self.pipeline.ownership
-        return checkpoint.gather_optimizer_state(
-            optimizer, lambda p: self.mesh.global_rank(ownership.first_position(p)), self._host_group
-        )
-
-    @override
-    def load_optimizer_state_dict(self, checkpoint_: Mapping[str, Any]) -> None:
-        for optimizer, state in zip(self.optimizers, checkpoint_["optimizer_states"], strict=False):
-            checkpoint.load_optimizer_state(optimizer, state)
 
     # -- the end ----------------------------------------------------------------------------------------------------
 

@@ -24,7 +24,7 @@ CONSTRUCTOR = [
     ({"schedule": "missing.csv"}, ValueError, "missing.csv"),
     ({"balance": "luck"}, ValueError, "balance='luck': allowed are 'flops', 'params', 'time', 'memory'."),
     ({"interleave": 2}, ValueError, "interleave=2"),
-    ({"save_distributed_checkpoint": True}, ValueError, "save_distributed_checkpoint=True"),
+    ({"save_distributed_checkpoint": "yes"}, TypeError, "save_distributed_checkpoint='yes'"),
     ({"process_group_backend": "mpi"}, ValueError, "process_group_backend='mpi': allowed are None, 'gloo' and 'nccl'."),
     ({"timeout": timedelta(0)}, ValueError, "timeout=0:00:00"),
     ({"split": "net.2"}, TypeError, "write ['name'], not 'name'"),

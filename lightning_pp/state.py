@@ -1,0 +1,297 @@
+"""The part of the strategy that saves and loads: one ordinary file or a folder, complete or not at all.
+
+Lightning loads weights before ``setup``, when it is not known yet what a process will hold. What is left in a file or
+folder until then is loaded as soon as the model has been cut.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from lightning.fabric.plugins import CheckpointIO
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import LightningModule
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import nn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_pp import compat
+from lightning_pp.arguments import Arguments
+from lightning_pp.checkpoint import (
+    Sources,
+    gather_optimizer_state,
+    gather_state_dict,
+    load_optimizer_state,
+    own_optimizer_state,
+    own_state,
+)
+from lightning_pp.checkpoint_io import SafeCheckpointIO, is_folder, local_path
+from lightning_pp.courier import Courier
+from lightning_pp.folder_reader import Folder, FolderOptimizer, FolderState
+from lightning_pp.folder_writer import MODEL_KEY, optimizer_items, optimizer_key, save, together
+from lightning_pp.interrupted import Meeting
+from lightning_pp.ownership import Ownership
+from lightning_pp.pipeline import Pipeline
+from lightning_pp.processes import PipelineProcesses
+from lightning_pp.runtime.comm import job_store
+
+__all__: list[str] = []
+
+_T = TypeVar("_T")
+_Location = str | Path
+
+
+class CheckpointedProcesses(PipelineProcesses):
+    """Processes that save and load what they hold.
+
+    Args:
+        arguments: Of the strategy.
+        save_distributed_checkpoint: Whether a checkpoint is a folder to which each process writes its own part.
+    """
+
+    _pipeline: Pipeline | None
+
+    def __init__(self, arguments: Arguments, save_distributed_checkpoint: bool) -> None:
+        super().__init__(arguments)
+        if not isinstance(save_distributed_checkpoint, bool):
+            raise TypeError(f"save_distributed_checkpoint={save_distributed_checkpoint!r}: allowed are True and False.")
+        self.save_distributed_checkpoint = save_distributed_checkpoint
+        self._courier: Courier | None = None
+        self._meeting: Meeting | None = None
+        self._line: Courier | None = None
+        self._is_incomplete = False
+        self._has_agreed_on_path = False
+        self._is_cut = False
+        self._waiting_state: tuple[Mapping[str, Any], bool] | None = None
+
+    @abstractmethod
+    def _module(self) -> LightningModule: ...
+
+    @abstractmethod
+    def _explaining(self) -> AbstractContextManager[None]: ...
+
+    # -- around a run -----------------------------------------------------------------------------------------------
+
+    def _prepare_checkpoints(self) -> None:
+        """Connect, and compare what this run resumes from; to be called by all ranks at the start of ``setup``."""
+        if self.save_distributed_checkpoint and type(self.checkpoint_io) is not SafeCheckpointIO:
+            raise MisconfigurationException(
+                "save_distributed_checkpoint=True writes folders of torch.distributed.checkpoint, and would not use the"
+                f" given {type(self.checkpoint_io).__name__}. Leave the plugin out, or use"
+                " save_distributed_checkpoint=False."
+            )
+        if not self._has_agreed_on_path:
+            self._agree_on_path(None)
+        self._has_agreed_on_path = False
+        # every rank counts for itself, and all come to the same number
+        run = job_store().add(f"lightning_pp/runs/{self.global_rank}", 1)
+        if self._courier is None:
+            name = f"courier/{run}"
+            self._courier = Courier(name, self.global_rank, self.world_size, self.arguments.timeout)
+        self._meeting = Meeting(job_store(), f"meeting/{run}", self.global_rank, self.world_size)
+
+    def _load_waiting_state(self) -> None:
+        """Load the weights that could not be loaded before the model was cut."""
+        self._is_cut = True
+        if self._waiting_state is not None:
+            state, strict = self._waiting_state
+            self._waiting_state = None
+            _load_state(self._module(), state, strict)
+
+    @override
+    def teardown(self) -> None:
+        self._is_cut = self._has_agreed_on_path = False
+        self._waiting_state = self._meeting = self._line = None
+        self._is_incomplete = False
+        if self._has_failed:
+            self._courier = None
+        super().teardown()
+        if not self._has_failed and type(self.checkpoint_io) is not SafeCheckpointIO:
+            self.barrier()  # a plugin may have written until now, and other ranks may look for the file next
+
+    # -- saving -----------------------------------------------------------------------------------------------------
+
+    @property
+    @override
+    def checkpoint_io(self) -> CheckpointIO:
+        if self._checkpoint_io is None:
+            self._checkpoint_io = SafeCheckpointIO()
+        else:
+            compat.give_base_io(self._checkpoint_io, SafeCheckpointIO())
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        self._checkpoint_io = io
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The whole model on rank 0; on other ranks what they hold, the rest on the meta device."""
+        self._meet()
+        state_dict = self._module().state_dict()
+        if self._line is not None and not self.save_distributed_checkpoint:
+            with self._talking():
+                return gather_state_dict(state_dict, self._sources(), self._line)
+        return state_dict
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The whole optimizer on rank 0; on other ranks what they hold."""
+        optimizer = getattr(optimizer, "optimizer", optimizer)
+        if self._line is not None and not self.save_distributed_checkpoint:
+            with self._talking():
+                return gather_optimizer_state(optimizer, self._sources(), self._line)
+        return optimizer.state_dict()
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: _Location, storage_options: Any | None = None
+    ) -> None:
+        line = self._line
+        if self._is_incomplete:
+            return
+        if line is None:  # nothing has been cut: rank 0 has the whole model
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
+        with self._talking():
+            if self.save_distributed_checkpoint:
+                self._save_folder(checkpoint, filepath, storage_options, line)
+            else:
+                write = super().save_checkpoint
+                together(line, lambda: write(checkpoint, filepath, storage_options))
+
+    def _save_folder(self, content: dict[str, Any], filepath: _Location, options: Any, line: Courier) -> None:
+        if options is not None:
+            raise TypeError("save_distributed_checkpoint=True uses no CheckpointIO, and so no storage_options.")
+        path = local_path(line.share(os.fspath(filepath)))
+        if path is None:
+            raise ValueError(
+                f"{filepath}: save_distributed_checkpoint=True needs a path on a file system that all ranks have mounted."
+            )
+        sources, rank = self._sources(), self.global_rank
+        state_dict = content.pop("state_dict")
+        where = sources.of_state(state_dict, line)
+        mine = own_state(state_dict, where, sources, rank)
+        items: dict[tuple[str, ...], Any] = {(MODEL_KEY, name): value for name, value in mine.items()}
+        pairs = zip(self.optimizers, content.pop("optimizer_states", []), strict=False)
+        for number, (optimizer, state) in enumerate(pairs):
+            own = own_optimizer_state(optimizer, sources, rank)
+            names = sources.names(optimizer)
+            items |= optimizer_items(optimizer_key(number), state, own, names, line.is_writer)
+        aliases: dict[tuple[str, ...], tuple[str, ...]] = {
+            (MODEL_KEY, name): (MODEL_KEY, sources.first_name(name))
+            for name in where
+            if sources.first_name(name) != name
+        }
+        save(line, path, items if self.mesh.replica == 0 else None, aliases, content)
+
+    def _meet(self) -> None:
+        """Find out over which connections a checkpoint is gathered, or whether it can be."""
+        module, is_cut = self._module(), hasattr(self._pipeline, "ownership")
+        self._line = self._courier if is_cut else None
+        self._is_incomplete = False
+        if not is_cut:
+            if Ownership.of(module) is not None and self.num_stages > 1:
+                raise RuntimeError(
+                    "The processes are not connected after a failure, and each holds its own stage only. To save the"
+                    " model then, use OnExceptionCheckpoint or ModelCheckpoint(save_on_exception=True)."
+                )
+        elif self.world_size > 1 and compat.is_interrupted(module):
+            assert self._meeting is not None
+            self._line = self._meeting.courier(str(module.trainer.global_step), self.arguments.timeout)
+            if self._line is None:
+                self._give_up(self._meeting.reason)
+
+    def _give_up(self, reason: object) -> None:
+        self._line = None
+        self._is_incomplete = True
+        rank_zero_warn(f"No checkpoint was saved after the failure: {reason}.")
+
+    @contextmanager
+    def _talking(self) -> Iterator[None]:
+        """What goes wrong while a failure is under way must not hide it."""
+        try:
+            with self._explaining():
+                yield
+        except Exception as error:
+            if not compat.is_interrupted(self._module()):
+                raise
+            self._give_up(error)
+
+    def _sources(self) -> Sources:
+        assert self._pipeline is not None
+        return Sources(self._pipeline.ownership, self.mesh)
+
+    @override
+    def barrier(self, name: str | None = None) -> None:
+        if not compat.is_interrupted(self.lightning_module):  # others may never come
+            super().barrier(name)
+
+    @override
+    def broadcast(self, obj: _T, src: int = 0) -> _T:
+        return obj if compat.is_interrupted(self.lightning_module) else super().broadcast(obj, src)
+
+    # -- loading ----------------------------------------------------------------------------------------------------
+
+    @override
+    def load_checkpoint(self, checkpoint_path: _Location, weights_only: bool | None = None) -> dict[str, Any]:
+        path = self._agree_on_path(checkpoint_path)
+        local = local_path(path)
+        if local is not None and local.is_dir():
+            if not is_folder(local):
+                raise ValueError(
+                    f"{local} is no checkpoint: it is a folder without .metadata and meta.pt. Give a file, or a folder"
+                    " that save_distributed_checkpoint=True has written."
+                )
+            return Folder(local, weights_only).checkpoint()
+        options = {} if weights_only is None else {"weights_only": weights_only}
+        return self.checkpoint_io.load_checkpoint(path, **options)
+
+    def _agree_on_path(self, path: Any) -> Any:
+        """Take rank 0's choice; each rank has looked for ``"best"`` and ``"last"`` by itself."""
+        self._has_agreed_on_path = True
+        paths: list[Any] = [path]
+        if self.world_size > 1:
+            paths *= self.world_size
+            dist.all_gather_object(paths, path, group=self._host_group)
+        for rank, other in enumerate(paths):
+            if (other is None) != (paths[0] is None):
+                raise MisconfigurationException(
+                    f"Rank 0 starts from {paths[0] or 'no checkpoint'}, rank {rank} from {other or 'no checkpoint'}."
+                    " Checkpoints must lie where all processes see them."
+                )
+        return paths[0]
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        module, state = self._module(), checkpoint["state_dict"]
+        is_early = not self._is_cut and Ownership.of(module) is None
+        if is_early and (isinstance(state, FolderState) or any(p.is_meta for p in module.parameters())):
+            self._waiting_state = (state, strict)
+        else:
+            _load_state(module, state, strict)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
+            if isinstance(state, FolderOptimizer):
+                optimizer.load_state_dict(state.for_optimizer(optimizer))
+            else:
+                load_optimizer_state(optimizer, state)
+
+
+def _load_state(module: nn.Module, state: Mapping[str, Any], strict: bool) -> None:
+    """Load what is here; names and shapes of the rest are compared, too, and nothing of it is read."""
+    if isinstance(state, FolderState):
+        state = state.for_model(module.state_dict())
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*copying from a non-meta parameter in the checkpoint to a meta")
+        module.load_state_dict(state, strict=strict)

@@ -1,0 +1,157 @@
+"""Trains, saves and resumes in every way; runs inside the test processes."""
+
+import os
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from lightning_pp import PipelineStrategy
+from tests.models import GPT, UntiedDropoutGPT, generator
+from tests.training import QUIET
+
+TOLERANCE = 1e-9
+
+
+class Scheduled(GPT):
+    """Tied weights, two groups with rates of their own, a schedule, and a hyper-parameter."""
+
+    def __init__(self, rate: float = 0.01) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.double()  # Lightning loads a checkpoint before the precision plugin converts the module
+
+    def configure_optimizers(self) -> Any:
+        plain = [p for p in self.parameters() if p.ndim < 2]
+        decayed = [p for p in self.parameters() if p.ndim >= 2]
+        rate = self.hparams["rate"]
+        groups = [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0, "lr": rate / 3}]
+        optimizer = torch.optim.AdamW(groups, lr=rate)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.7)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+    @staticmethod
+    def batches(batch_size: int) -> DataLoader[Any]:
+        ids = torch.randint(0, GPT.vocabulary, (30, 7), generator=generator(8))
+        return DataLoader(TensorDataset(ids), batch_size=batch_size)
+
+
+class Dropping(UntiedDropoutGPT):
+    """Draws random numbers in every step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.double()
+
+    batches = staticmethod(Scheduled.batches)
+
+
+class Counter(Callback):
+    """A callback with a state of its own."""
+
+    def __init__(self) -> None:
+        self.seen = 0
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.seen += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": self.seen, "tensor": torch.tensor([self.seen])}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert state["tensor"].item() == state["seen"]
+        self.seen = state["seen"]
+
+
+class SaveAt(Callback):
+    """Saves after a step, wherever in an epoch that is."""
+
+    def __init__(self, step: int, path: str) -> None:
+        self.step = step
+        self.path = path
+
+    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        if trainer.global_step == self.step:
+            trainer.save_checkpoint(self.path)
+
+
+def train(
+    kind: str,
+    folder: str,
+    resume: str | None = None,
+    model: str = "Scheduled",
+    replicas: int = 1,
+    callbacks: tuple[Any, ...] = (),
+    **strategy: Any,
+) -> Trainer:
+    """Train 2 epochs of 3 batches; ``mid.ckpt`` is saved after step 4 and ``end.ckpt`` at the end.
+
+    Args:
+        kind: ``"plain"``, ``"ddp"``, or the number of stages.
+        folder: Where checkpoints go.
+        resume: What to start from.
+        model: ``"Scheduled"`` or ``"Dropping"``.
+        replicas: Pipelines side by side.
+        callbacks: Further ones.
+        **strategy: Arguments of the strategy.
+    """
+    warnings.simplefilter("ignore")
+    torch.manual_seed(5)
+    module = {"Scheduled": Scheduled, "Dropping": Dropping}[model]()
+    options: dict[str, Any] = {"devices": 1}
+    if kind == "ddp":
+        options = {"devices": 2, "strategy": DDPStrategy(process_group_backend="gloo")}
+        replicas = 2
+    elif kind != "plain":
+        arguments = {"stages": int(kind), "microbatches": 3, **strategy}
+        options = {"devices": int(kind) * replicas, "strategy": PipelineStrategy(**arguments)}
+    loader = Scheduled.batches(10 // replicas)
+    if replicas > 1:
+        # together the processes see the samples that the plain run sees in a step; Lightning would shuffle
+        options["use_distributed_sampler"] = False
+        rank = int(os.environ["LOCAL_RANK"])
+        data: Any = loader.dataset
+        sampler = DistributedSampler(data, replicas, rank % replicas, shuffle=False)
+        loader = DataLoader(data, batch_size=10 // replicas, sampler=sampler)
+    trainer = Trainer(
+        accelerator="cpu", precision="64-true", max_epochs=2, **options, **QUIET,
+        callbacks=[Counter(), SaveAt(4, f"{folder}/mid.ckpt"), *callbacks],
+    )  # fmt: skip
+    trainer.fit(module, loader, ckpt_path=resume)
+    trainer.save_checkpoint(f"{folder}/end.ckpt")
+    return trainer
+
+
+def load(path: str | Path) -> Any:
+    return torch.load(path, weights_only=False, map_location="cpu")
+
+
+def assert_alike(ours: Any, theirs: Any, where: str = "", in_order: bool = True) -> None:
+    """Equal in structure, order, types and values, floating point numbers to the tolerance."""
+    if isinstance(theirs, Tensor):
+        assert ours.dtype == theirs.dtype, where
+        assert not ours.is_meta, where
+        torch.testing.assert_close(ours, theirs, atol=TOLERANCE, rtol=0, msg=lambda text: f"{where}: {text}")
+    elif isinstance(theirs, Mapping):
+        assert type(ours) is type(theirs), where
+        names = (list(ours), list(theirs)) if in_order else (sorted(map(str, ours)), sorted(map(str, theirs)))
+        assert names[0] == names[1], where
+        for key, value in theirs.items():
+            assert_alike(ours[key], value, f"{where}/{key}", in_order)
+    elif isinstance(theirs, (list, tuple)):
+        assert len(ours) == len(theirs), where
+        for number, value in enumerate(theirs):
+            assert_alike(ours[number], value, f"{where}/{number}", in_order)
+    elif isinstance(theirs, float):
+        assert abs(ours - theirs) <= TOLERANCE, f"{where}: {ours} instead of {theirs}"
+    else:
+        assert ours == theirs, f"{where}: {ours} instead of {theirs}"
+
+
+__all__ = ["Counter", "LightningModule", "SaveAt", "Scheduled", "assert_alike", "load", "train"]
