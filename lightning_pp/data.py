@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sized
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch.distributed as dist
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
 
@@ -20,6 +21,16 @@ __all__: list[str] = []
 
 class NoBatchError(LookupError):
     """A loader has no first batch."""
+
+
+class Processes(Protocol):
+    """What a loader asks the processes of a job."""
+
+    def all_agree(self, vote: bool) -> bool:
+        """Whether every process votes yes."""
+
+    def broadcast(self, obj: int) -> int:
+        """Rank 0's number."""
 
 
 class StageLoader:
@@ -33,12 +44,16 @@ class StageLoader:
         loader: The user's loader.
         replica: Which of several pipelines this process belongs to.
         looks_ahead: Whether :meth:`first_batch` will be asked for.
+        processes: All of the job; None for a single one.
     """
 
-    _own = frozenset({"_first", "_looks_ahead", "_peeked", "loader"})
+    _own = frozenset({"_first", "_looks_ahead", "_peeked", "_processes", "loader"})
 
-    def __init__(self, loader: Any, replica: int, looks_ahead: bool = False) -> None:
+    def __init__(
+        self, loader: Any, replica: int, looks_ahead: bool = False, processes: Processes | None = None
+    ) -> None:
         self.loader = loader
+        self._processes = processes
         self._peeked: Iterator[Any] | None = None
         self._looks_ahead = looks_ahead
         self._first: list[Any] = []
@@ -68,10 +83,46 @@ class StageLoader:
         yield from self._started() if peeked is None else peeked
 
     def _started(self) -> Iterator[Any]:
-        for batch in self.loader:
+        for batch in self._together():
             if self._looks_ahead and not self._first:
                 self._first.append(batch)
             yield batch
+
+    def _together(self) -> Iterator[Any]:
+        """The loader's batches, ending on all processes with the first that has no more."""
+        iterator = iter(self.loader)
+        if self._processes is None:
+            yield from iterator
+            return
+        if self._has_known_length():
+            self._check_length(self._processes)
+            yield from iterator
+            return
+        for batch in iterator:
+            if not self._processes.all_agree(True):
+                rank_zero_warn(
+                    f"A {type(self.loader).__name__} has run out of batches on one process before another; the epoch"
+                    " ends there on all. Let the dataset yield as many batches on every process."
+                )
+                return
+            yield batch
+        self._processes.all_agree(False)
+
+    def _check_length(self, processes: Processes) -> None:
+        length = len(self.loader)
+        expected = processes.broadcast(length)
+        if not processes.all_agree(length == expected):
+            raise ValueError(
+                f"The processes have loaders of different lengths: rank 0 has {expected} batches, and this process"
+                f" {length}. Every stage needs every batch, and every replica as many: use one sampler for all, with the"
+                " same seed."
+            )
+
+    def _has_known_length(self) -> bool:
+        """Whether the number of batches is sure to be the same on all processes."""
+        if isinstance(self.loader, DataLoader):
+            return not isinstance(self.loader.dataset, IterableDataset) and isinstance(self.loader.sampler, Sized)
+        return isinstance(self.loader, (list, tuple))
 
     def first_batch(self) -> Any:
         """The batch that iterating gives first; no sample is lost by looking at it."""
@@ -120,7 +171,12 @@ def _first_of_map_style(loader: DataLoader[Any]) -> Any:
 
 
 def first_batch(combined: Any) -> Any:
-    """The first batch of a ``CombinedLoader`` of :class:`StageLoader`, in the collection that the user gave."""
+    """The first batch of a ``CombinedLoader`` of :class:`StageLoader`, as the step will get it."""
+    if compat.is_sequential(combined):
+        found = [loader.first_batch() for loader in combined.flattened if len(loader)]
+        if not found:
+            raise NoBatchError("no loader has a batch")
+        return found[0]
     return tree.map_leaves(lambda loader: loader.first_batch(), combined.iterables)
 
 

@@ -32,7 +32,7 @@ def explained(store: Any) -> Iterator[None]:
     """Where a peer was lost, say why, if the failing rank has said so."""
     try:
         yield
-    except PipelineError as error:
+    except (PipelineError, PeerLost) as error:
         if not is_lost_peer(error):
             raise
         note = read_note(store)

@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from lightning_pp import compat, failure, launching
 from lightning_pp.arguments import Arguments
-from lightning_pp.runtime.comm import backend_for, job_store
+from lightning_pp.runtime.comm import backend_for, job_store, losing_peers
 from lightning_pp.runtime.groups import Groups, make_groups
 from lightning_pp.runtime.mesh import Mesh
 
@@ -190,6 +190,13 @@ class PipelineProcesses(ParallelStrategy):
         votes = torch.tensor(int(decision))
         dist.all_reduce(votes, group=self._host_group)
         return bool(votes == self.world_size) if all else bool(votes)
+
+    def all_agree(self, vote: bool) -> bool:
+        """Whether every process votes yes; at once for a single one."""
+        if self.world_size == 1:
+            return vote
+        with failure.explained(job_store()), losing_peers():
+            return self.reduce_boolean_decision(vote)
 
     # -- the end ----------------------------------------------------------------------------------------------------
 

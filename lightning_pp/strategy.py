@@ -6,8 +6,8 @@ file says at which of Lightning's hooks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -19,11 +19,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_pp import checks, compat, data, failure, precision, signals
+from lightning_pp import checks, compat, data, failure, logged, precision, signals
 from lightning_pp.arguments import Arguments
+from lightning_pp.materialise import Construction
 from lightning_pp.norms import StageNorms
+from lightning_pp.ownership import Ownership
 from lightning_pp.pipeline import Pipeline
 from lightning_pp.runtime.comm import job_store
+from lightning_pp.runtime.rng import run_seed
 from lightning_pp.state import CheckpointedProcesses
 
 __all__: list[str] = []
@@ -94,6 +97,7 @@ class PipelineStrategy(CheckpointedProcesses):
         )  # fmt: skip
         self._pipeline: Pipeline | None = None
         self._is_cutting = False
+        self._construction = Construction()
         self._agreement: precision.StepAgreement | None = None
 
     # -- start-up ---------------------------------------------------------------------------------------------------
@@ -105,6 +109,20 @@ class PipelineStrategy(CheckpointedProcesses):
             raise RuntimeError("The model is cut into stages when the Trainer starts to fit, validate or test.")
         return self._pipeline
 
+    @contextmanager
+    @override
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """Build modules without their memory, in ``configure_model`` and under ``init_module(empty_init=True)``."""
+        in_hook = empty_init is None and compat.is_running(self.lightning_module)
+        if in_hook:
+            data.share_random_state(self._host_group, 0)
+        if not (in_hook or empty_init):
+            with super().tensor_init_context(empty_init):
+                yield
+            return
+        with self._construction.building(self.root_device), self.precision_plugin.tensor_init_context():
+            yield
+
     @override
     def setup(self, trainer: Trainer) -> None:
         assert self.accelerator is not None
@@ -113,16 +131,21 @@ class PipelineStrategy(CheckpointedProcesses):
         module = self._module()
         fitting = trainer.state.fn == TrainerFn.FITTING
         checks.check_run(trainer, module, self.num_stages)
-        self.model = self.precision_plugin.convert_module(module)
+        with self._construction.following():
+            self.model = self.precision_plugin.convert_module(module)
         compat.silence_sync_dist_advice()
         data.share_random_state(self._host_group, 0)
         if self.world_size > 1:
             signals.install(trainer, self._host_group)
+        if Ownership.of(module) is None:
+            self._construction.complete(module, self.broadcast(run_seed()))
         if fitting:
-            self.setup_optimizers(trainer)
+            with self._construction.following():
+                self.setup_optimizers(trainer)
             checks.check_optimizers(self.optimizers, self.num_stages)
         self._cut(trainer, module)
         self._load_waiting_state()
+        self._construction.refuse_unset(module)
         self.setup_precision_plugin()
 
     def _cut(self, trainer: Trainer, module: LightningModule) -> None:
@@ -144,7 +167,8 @@ class PipelineStrategy(CheckpointedProcesses):
             return compat.step_arguments(module, name, batch, len(combined.flattened))
 
         has_data = combined is not None and bool(combined.flattened)
-        pipeline.cut(name, first_arguments if has_data else None, self._contexts()[name], self.optimizers)
+        first = first_arguments if has_data else None
+        pipeline.cut(name, first, self._contexts()[name], self.optimizers, self._construction)
         if name == "training_step":
             checks.warn_about_batch_norm(module, self.arguments.num_microbatches(self.num_stages), rank_zero_warn)
             norms = StageNorms(pipeline.ownership, self.mesh, pipeline.group, self.root_device)
@@ -152,6 +176,7 @@ class PipelineStrategy(CheckpointedProcesses):
         callbacks = compat.callbacks(trainer)
         if self.num_stages > 1 and not any(isinstance(callback, data.SameRandomState) for callback in callbacks):
             callbacks.insert(0, data.SameRandomState(pipeline.host_group, self.mesh.global_rank(0)))
+        logged.install(trainer, pipeline.metrics, lambda: self.pipeline.metrics)
 
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
@@ -160,7 +185,8 @@ class PipelineStrategy(CheckpointedProcesses):
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        return data.StageLoader(dataloader, self.data_parallel_rank, self._is_cutting)
+        processes = self if self.world_size > 1 else None
+        return data.StageLoader(dataloader, self.data_parallel_rank, self._is_cutting, processes)
 
     @override
     def model_to_device(self) -> None:
@@ -193,8 +219,9 @@ class PipelineStrategy(CheckpointedProcesses):
         )
         with pipeline.runner.running(step), self._explaining():
             results = pipeline.engine.run(step.job)
-        pipeline.gradients.finish(held_back)
-        return pipeline.runner.finish(step, results)
+        with self._explaining():
+            pipeline.gradients.finish(held_back)
+            return pipeline.runner.finish(step, results)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -214,7 +241,8 @@ class PipelineStrategy(CheckpointedProcesses):
         step = runner.prepare(name, (*args, *kwargs.values()), self._contexts()[name], number)
         with runner.running(step), self._explaining():
             results = self.pipeline.engine.run(step.job)
-        return runner.finish(step, results)
+        with self._explaining():
+            return runner.finish(step, results)
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
@@ -304,7 +332,10 @@ class PipelineStrategy(CheckpointedProcesses):
     @classmethod
     @override
     def register_strategies(cls, strategy_registry: Any) -> None:
-        strategy_registry.register(cls.strategy_name, cls, description="Pipeline parallelism for an unchanged module")
+        description = "Pipeline parallelism for an unchanged module"
+        # LightningCLI passes a class without arguments on as text, and the Trainer makes it lower case
+        for name in (cls.strategy_name, "pipelinestrategy", "lightning_pp.pipelinestrategy"):
+            strategy_registry.register(name, cls, description=description)
 
     def _module(self) -> LightningModule:
         assert self.lightning_module is not None

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler
 
@@ -223,3 +224,61 @@ def different_batches() -> Any:
             return x + float(os.environ["LOCAL_RANK"]), y
 
     return fit("MLP", {"stages": 2, "microbatches": 2}, devices=2, loader=lambda: DataLoader(Private(), batch_size=5))
+
+
+class Uneven(IterableDataset[Any]):
+    """A stream with one sample more on odd ranks, and other samples for each replica."""
+
+    def __init__(self, replicas: int) -> None:
+        self.replicas = replicas
+
+    def __iter__(self) -> Any:
+        rank = dist.get_rank()
+        return iter([Numbered()[2 * i + rank % self.replicas] for i in range(5 + rank % 2)])
+
+
+class UnevenLoader:
+    def __init__(self, replicas: int) -> None:
+        self.replicas = replicas
+
+    def __call__(self) -> DataLoader[Any]:
+        return DataLoader(Uneven(self.replicas), batch_size=1)
+
+
+def pairs() -> DataLoader[Any]:
+    """What two replicas see of :class:`Uneven`, while both have something."""
+    return DataLoader(Numbered(10), batch_size=2)
+
+
+def first_five() -> DataLoader[Any]:
+    return DataLoader([Numbered()[2 * i] for i in range(5)], batch_size=1)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("stages", "replicas", "union"), [(2, 1, first_five), (1, 2, pairs)])
+def test_uneven_streams_end_together(stages: int, replicas: int, union: Any) -> None:
+    reference = plain("MLP", loader=union)
+    strategy = {"stages": stages, "microbatches": 2}
+    outcomes = run_ranks(fit, 2, "MLP", strategy=strategy, devices=2, loader=UnevenLoader(replicas))
+    for outcome in outcomes:
+        assert outcome.global_step == reference.global_step == 2 * 5
+        for name, parameter in outcome.parameters.items():
+            torch.testing.assert_close(parameter, reference.parameters[name], atol=1e-9, rtol=0)
+
+
+class Longer(Dataset[Any]):
+    def __len__(self) -> int:
+        return 20 + dist.get_rank()
+
+    def __getitem__(self, index: int) -> Any:
+        return Numbered()[index]
+
+
+def longer() -> DataLoader[Any]:
+    return DataLoader(Longer(), batch_size=4)
+
+
+def test_loaders_of_different_lengths_are_refused() -> None:
+    """A stage with a batch more would wait for the others for ever."""
+    strategy = {"stages": 2, "microbatches": 2}
+    for failure in try_ranks(fit, 2, "MLP", strategy=strategy, devices=2, loader=longer, timeout=30):
+        assert "rank 0 has 5 batches, and this process" in failure.text or "loaders of different" in failure.text

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_pp.runtime.comm import losing_peers
+
 __all__: list[str] = []
 
 #: size of a bucket: large enough to keep a link busy, small enough for several to be under way
@@ -82,7 +84,8 @@ class _Bucket:
 
     def finish(self) -> None:
         """Wait, and put the sums into ``.grad``; what no replica has a gradient for keeps none."""
-        self._work.wait()
+        with losing_peers():
+            self._work.wait()
         sizes = [parameter.numel() for parameter in self._parameters]
         *sums, counts = self._flat.split([*sizes, len(sizes)])
         # a rank that has a gradient knows the answer; only one without has to look

@@ -49,14 +49,15 @@ def make_group(name: str, rank: int, size: int, backend: str, timeout: timedelta
 def all_reduce(group: Any, tensor: Tensor) -> None:
     """Sum ``tensor`` in place over a group of :func:`make_group`, whatever its layout and dtype."""
     values = tensor.contiguous()
-    group.allreduce([torch.view_as_real(values) if values.is_complex() else values]).wait()
+    with losing_peers():
+        group.allreduce([torch.view_as_real(values) if values.is_complex() else values]).wait()
     if values is not tensor:
         tensor.copy_(values)
 
 
 @contextmanager
-def _losing_peers() -> Iterator[None]:
-    """A transfer fails at its start, or while it is waited for, when the other end has gone."""
+def losing_peers() -> Iterator[None]:
+    """Communication fails at its start, or while it is waited for, when another process has gone."""
     try:
         yield
     except RuntimeError as error:
@@ -76,7 +77,7 @@ class Pending:
 
     def wait(self) -> Tensor:
         """Wait for the transfer (a stream waits for NCCL, the host for Gloo); returns what was moved."""
-        with _losing_peers():
+        with losing_peers():
             self._work.wait()
         if self._held is not None and self._target is not self._held:
             self._target.copy_(self._held, non_blocking=True)
@@ -136,7 +137,7 @@ class Peer:
         held = tensor.detach().contiguous()
         if self._through_host:
             held = held.cpu()
-        with _losing_peers():
+        with losing_peers():
             work = self._group.send([held], self._other, 0)
         return Pending(work, held, held, self._on_host)
 
@@ -144,6 +145,6 @@ class Peer:
         """Start to receive a tensor that the other end sends."""
         target = torch.empty(shape, dtype=dtype, device=self.device)
         held = torch.empty(shape, dtype=dtype, pin_memory=True) if self._through_host else target
-        with _losing_peers():
+        with losing_peers():
             work = self._group.recv([held], self._other, 0)
         return Pending(work, held, target, self._on_host)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_pp.partition import tree
-from lightning_pp.runtime.comm import Readback
+from lightning_pp.runtime.comm import Readback, losing_peers
 
 __all__: list[str] = []
 
@@ -135,7 +135,8 @@ class Flush:
             packed[0] = number
             if number < len(self._known):
                 _pack_into(packed[head:], tensors)
-        dist.all_reduce(packed, group=self._group)
+        with losing_peers():
+            dist.all_reduce(packed, group=self._group)
         if checksum is not None:
             self._pending = Readback(packed[1:head].view(torch.float64))
         if not self._reads_packed:
@@ -152,7 +153,8 @@ class Flush:
     def _send_description(self, text: bytes) -> _Description:
         box = [text]
         source = dist.get_global_rank(self._host_group, self._size - 1)
-        dist.broadcast_object_list(box, src=source, group=self._host_group)
+        with losing_peers():
+            dist.broadcast_object_list(box, src=source, group=self._host_group)
         if len(self._known) >= _REMEMBERED:
             self._known.clear()
             self._numbers.clear()
@@ -171,7 +173,8 @@ class Flush:
         return packed
 
     def _broadcast(self, tensor: Tensor, group: Any) -> None:
-        dist.broadcast(tensor, src=dist.get_global_rank(group, self._size - 1), group=group)
+        with losing_peers():
+            dist.broadcast(tensor, src=dist.get_global_rank(group, self._size - 1), group=group)
 
     def _unpacked(self, packed: Tensor, own: list[Tensor], description: _Description) -> Any:
         tensors: list[Tensor] = []

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_pp.runtime.comm import losing_peers
 from lightning_pp.runtime.mesh import Mesh
 
 __all__: list[str] = []
@@ -39,19 +40,22 @@ class Replicas:
         """All replicas' numbers (equally many), by replica; through host memory, so no device waits."""
         own = torch.tensor(numbers, dtype=torch.float64)
         rows = [torch.empty_like(own) for _ in range(self.size)]
-        dist.all_gather(rows, own, group=self.host_group)
+        with losing_peers():
+            dist.all_gather(rows, own, group=self.host_group)
         return [row.tolist() for row in rows]
 
     def gather_objects(self, value: object) -> list[Any]:
         """All replicas' values, by replica."""
         found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, value, group=self.host_group)
+        with losing_peers():
+            dist.all_gather_object(found, value, group=self.host_group)
         return found
 
     def gather_tensors(self, tensor: Tensor) -> list[Tensor]:
         """All replicas' tensors (of one shape and dtype), by replica."""
         tensors = [torch.empty_like(tensor) for _ in range(self.size)]
-        dist.all_gather(tensors, tensor.contiguous(), group=self.group)
+        with losing_peers():
+            dist.all_gather(tensors, tensor.contiguous(), group=self.group)
         return tensors
 
 
