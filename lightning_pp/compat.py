@@ -17,6 +17,7 @@ from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torchmetrics import Metric
 
 __all__: list[str] = []
 
@@ -63,6 +64,11 @@ def connect_processes(environment: ClusterEnvironment, backend: str, timeout: ti
     """Join the job's default process group, unless this process has already."""
     device_id = device if device.type != "cpu" else None
     _init_dist_connection(environment, backend, timeout=timeout, device_id=device_id)
+
+
+def is_sequential(combined: Any) -> bool:
+    """Whether a ``CombinedLoader`` gives the batches of one loader after those of another, and not together."""
+    return bool(combined._mode == "sequential")
 
 
 def combined_loader(loop: Any) -> Any:
@@ -113,6 +119,15 @@ def evaluation_batch(trainer: Trainer) -> int:
     return int(loop.batch_progress.total.ready) if loop is not None and hasattr(loop, "batch_progress") else 0
 
 
+def logged_metrics(trainer: Trainer) -> list[Metric]:
+    """The metric objects whose values Lightning will ask for at the end of this epoch, in its order."""
+    results = trainer._results
+    if results is None:
+        return []
+    logged = [result for _, result in results.valid_items() if not result.is_tensor and result.meta.on_epoch]
+    return [result.value for result in logged if result._computed is None]
+
+
 def watches(trainer: Trainer, module: LightningModule, *hooks: str) -> bool:
     """Whether the module or a callback defines one of ``hooks``."""
     return any(
@@ -140,6 +155,12 @@ def is_window_end(trainer: Trainer) -> bool:
 def silence_sync_dist_advice() -> None:
     """Logged values are equal on all stages already, so Lightning's advice to synchronise them would mislead."""
     warnings.filterwarnings("ignore", message=r"It is recommended to use `self\.log\(.*sync_dist=True\)`")
+
+
+def is_running(module: LightningModule | None) -> bool:
+    """Whether a Trainer is at work on ``module``."""
+    trainer = module._trainer if module is not None else None
+    return trainer is not None and trainer.state.status == TrainerStatus.RUNNING
 
 
 def is_overridden(name: str, module: LightningModule) -> bool:

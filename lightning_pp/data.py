@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sized
+from collections.abc import Iterator, Sequence, Sized
+from contextlib import suppress
 from functools import partial
 from typing import Any, Protocol
 
@@ -14,6 +15,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
 
+from lightning_pp import compat
 from lightning_pp.partition import random_state, tree
 
 __all__: list[str] = []
@@ -132,8 +134,12 @@ class StageLoader:
         except StopIteration as error:
             raise NoBatchError(f"{type(self.loader).__name__} has no batch") from error
         finally:
-            self._looks_ahead = False
-            self._first.clear()
+            self.look_no_more()
+
+    def look_no_more(self) -> None:
+        """Keep no first batch: nobody will ask for it."""
+        self._looks_ahead = False
+        self._first.clear()
 
     def _look(self) -> Any:
         if isinstance(self.loader, DataLoader) and not isinstance(self.loader.dataset, IterableDataset):
@@ -173,11 +179,19 @@ def _first_of_map_style(loader: DataLoader[Any]) -> Any:
 def first_batch(combined: Any) -> Any:
     """The first batch of a ``CombinedLoader`` of :class:`StageLoader`, as the step will get it."""
     if compat.is_sequential(combined):
-        found = [loader.first_batch() for loader in combined.flattened if len(loader)]
-        if not found:
-            raise NoBatchError("no loader has a batch")
-        return found[0]
+        return _first_of_sequence(combined.flattened)
     return tree.map_leaves(lambda loader: loader.first_batch(), combined.iterables)
+
+
+def _first_of_sequence(loaders: Sequence[StageLoader]) -> Any:
+    try:
+        for loader in loaders:
+            with suppress(NoBatchError):
+                return loader.first_batch()
+    finally:
+        for loader in loaders:
+            loader.look_no_more()
+    raise NoBatchError("no loader has a batch")
 
 
 class SameRandomState(Callback):

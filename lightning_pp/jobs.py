@@ -12,7 +12,8 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from lightning_pp.logs import LogRecorder, replay
+from lightning_pp.logs import LogRecorder, replay, replay_objects
+from lightning_pp.metrics import SharedMetrics
 from lightning_pp.partition import tree
 from lightning_pp.partition.random_state import preserved
 from lightning_pp.partition.trace import TraceError
@@ -93,6 +94,7 @@ class Prepared:
     parts: Parts
     plans: list[StepPlan]
     recorder: LogRecorder
+    context: Callable[[], AbstractContextManager[None]]
     checksum: Tensor | None
 
 
@@ -110,6 +112,7 @@ class StepRunner:
         seed: Base of all random streams.
         replicas: The other pipelines, which see other samples.
         replica: The number of this pipeline among them.
+        metrics: The module's.
     """
 
     def __init__(
@@ -124,6 +127,7 @@ class StepRunner:
         seed: int,
         replicas: Replicas,
         replica: int,
+        metrics: SharedMetrics,
     ) -> None:
         self._module = module
         self._planner = planner
@@ -135,6 +139,7 @@ class StepRunner:
         self._seed = seed
         self._replicas = replicas
         self._replica = replica
+        self._metrics = metrics
 
     def prepare(
         self,
@@ -156,13 +161,13 @@ class StepRunner:
         batch, *rest = args
         parts = split(self._module, batch, self._num_microbatches)
         plans = self._plans(name, parts, rest, context)
-        recorder = LogRecorder(self._module)
+        recorder = LogRecorder(self._module, self._metrics)
         function = getattr(self._module, name)
         draws = any(plan.draws for plan in plans)
         draws_python = any(plan.trace.draws_python for plan in plans)
 
         def step(mb: int) -> Any:
-            recorder.mb = mb
+            recorder.start(mb)
             if draws:
                 seed = rng.stream_seed(self._seed, _STREAMS[name], step_number, mb, self._replica)
                 rng.start_stream(seed, draws_python)
@@ -178,25 +183,29 @@ class StepRunner:
             scales=self._scales(parts, accumulated) if accumulated else (),
         )
         checksum = None if self._flush.is_alone else microbatch.checksum(batch, self._device)
-        return Prepared(name, job, parts, plans, recorder, checksum)
+        return Prepared(name, job, parts, plans, recorder, context, checksum)
 
     def running(self, prepared: Prepared) -> AbstractContextManager[Any]:
         """The contexts in which the engine runs the job."""
         stack = ExitStack()
         stack.enter_context(preserved(any(plan.draws for plan in prepared.plans)))
         stack.enter_context(prepared.recorder)
+        stack.enter_context(self._metrics.running(len(prepared.parts.batches)))
         return stack
 
     def finish(self, prepared: Prepared, results: Mapping[int, Any]) -> Any:
         """Share what the last stage has, log it, and return the step's output."""
         report = None
         if self._is_last:
-            report = (self._output(prepared, results), prepared.recorder.merged(prepared.parts.weights))
-        output, logs = self._flush.share(report, prepared.checksum)
+            recorder = prepared.recorder
+            report = (self._output(prepared, results), recorder.merged(prepared.parts.weights), recorder.objects())
+        output, logs, objects = self._flush.share(report, prepared.checksum)
         if self._replicas.size > 1:
             size = sum(size or 0 for size in prepared.parts.sizes)
             logs = over_replicas(logs, self._replicas, prepared.parts.total, size, self._device)
-        replay(self._module, logs)
+        with prepared.context():  # new values have the default dtype, which is the precision plugin's
+            replay(self._module, logs)
+            replay_objects(self._module, objects)
         return output
 
     def _scales(self, parts: Parts, accumulated: int) -> list[float]:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Number
 from typing import Any
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from torch import Tensor
+from torchmetrics import Metric
 
+from lightning_pp.batch_values import Origin
+from lightning_pp.metrics import SharedMetrics
+from lightning_pp.partition import tree
 from lightning_pp.runtime.microbatch import weighted_mean
 
 __all__: list[str] = []
@@ -18,11 +23,29 @@ __all__: list[str] = []
 
 @dataclass(slots=True)
 class _Entry:
-    """One call of ``self.log``."""
+    """One call of ``self.log`` with a number or a tensor."""
 
     mb: int
     name: str
     value: Tensor
+    options: dict[str, Any]
+    origin: Origin | None
+
+
+@dataclass(frozen=True, slots=True)
+class MetricLog:
+    """A torchmetrics object that a step has logged.
+
+    Attributes:
+        name: As what.
+        attribute: The submodule of the user's module that it is.
+        value: Of the batch, which Lightning shows where ``on_step`` is set; None where the step only updates it.
+        options: The other arguments of ``self.log``.
+    """
+
+    name: str
+    attribute: str
+    value: Any
     options: dict[str, Any]
 
 
@@ -30,12 +53,18 @@ class LogRecorder:
     """Stands in for ``module.log`` while a step runs in micro-batches.
 
     ``log_dict`` needs nothing of its own: Lightning's calls ``self.log``.
+
+    Args:
+        module: The user's module.
+        metrics: Its metrics; None while it is planned.
     """
 
-    def __init__(self, module: LightningModule) -> None:
+    def __init__(self, module: LightningModule, metrics: SharedMetrics | None = None) -> None:
         self._module = module
+        self._metrics = metrics
         self._entries: list[_Entry] = []
-        self.mb = 0
+        self._objects: dict[str, tuple[Metric, dict[str, Any]]] = {}
+        self._mb = 0
 
     def __enter__(self) -> LogRecorder:
         object.__setattr__(self._module, "log", self._record)
@@ -44,36 +73,85 @@ class LogRecorder:
     def __exit__(self, *exception: object) -> None:
         object.__delattr__(self._module, "log")
 
+    def start(self, mb: int) -> None:
+        """Micro-batch ``mb`` begins."""
+        self._mb = mb
+        if self._metrics is not None:
+            self._metrics.batch.start_micro_batch()
+
     @property
     def values(self) -> list[Tensor]:
         """What has been logged so far."""
         return [entry.value for entry in self._entries]
 
     def _record(self, name: str, value: Any, *args: Any, **options: Any) -> None:
+        options = _named(args, options)
+        if isinstance(value, Metric):
+            self._objects[name] = (value, options)
+            return
         if isinstance(value, dict):
             raise ValueError(f"`self.log({name!r}, ...)` takes one value, not a dict: use `self.log_dict`.")
-        if not isinstance(value, (Tensor, int, float)):
+        if not isinstance(value, (Tensor, Number)):
             raise MisconfigurationException(
-                f"self.log({name!r}, ...) was given a {type(value).__name__}. Inside a step that runs in a pipeline,"
-                " log a number or a tensor with one element; for a torchmetrics object log what calling it, or its"
-                " compute(), returns."
+                f"self.log({name!r}, ...) was given a {type(value).__name__}. Log a number, a tensor with one element"
+                " or a torchmetrics Metric (a MetricCollection with self.log_dict)."
             )
-        names = ("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx", "enable_graph", "sync_dist")
-        options |= dict(zip(names, args, strict=False))
         tensor = value.detach() if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.get_default_dtype())
         if tensor.numel() != 1:
             raise ValueError(
                 f"`self.log({name!r}, {value})` was called, but the tensor must have a single element."
                 f" You can try doing `self.log({name!r}, {value}.mean())`"
             )
-        self._entries.append(_Entry(self.mb, name, tensor.reshape(()).clone(), options))
+        if tensor.dtype in (torch.float16, torch.bfloat16):  # Lightning adds up in no less either
+            tensor = tensor.float()
+        origin = None
+        if self._metrics is not None and isinstance(value, Tensor):
+            origin = self._metrics.batch.origin(value)
+        self._entries.append(_Entry(self._mb, name, tensor.reshape(()).clone(), options, origin))
 
     def merged(self, weights: Sequence[float]) -> list[tuple[str, Tensor, dict[str, Any]]]:
-        """One ``(name, value, options)`` per name, in the order in which they were first logged."""
-        grouped: dict[str, list[_Entry]] = {}
+        """One ``(name, value, options)`` for every call that a micro-batch made, in the order of the first calls."""
+        grouped: dict[tuple[str, int], list[_Entry]] = {}
+        numbers: dict[tuple[str, int], int] = {}
         for entry in self._entries:
-            grouped.setdefault(entry.name, []).append(entry)
-        return [(name, _merged_value(entries, weights), _merged_options(entries)) for name, entries in grouped.items()]
+            number = numbers.get((entry.name, entry.mb), 0)
+            numbers[entry.name, entry.mb] = number + 1
+            grouped.setdefault((entry.name, number), []).append(entry)
+        exact = self._exact(grouped)
+        return [
+            (key[0], exact[key] if key in exact else _merged_value(entries, weights), _merged_options(entries))
+            for key, entries in grouped.items()
+        ]
+
+    def objects(self) -> list[MetricLog]:
+        """The torchmetrics objects that were logged, each as what it was logged as last."""
+        if not self._objects or self._metrics is None:
+            return []
+        shared = self._metrics
+        copies = {name: shared.last_copy(metric) for name, (metric, _) in self._objects.items()}
+        values = shared.evaluate({name: copy for name, copy in copies.items() if copy is not None})
+        return [
+            MetricLog(
+                name,
+                options.get("metric_attribute") or shared.name_of(metric),
+                values.get(name, metric._forward_cache),
+                options,
+            )
+            for name, (metric, options) in self._objects.items()
+        ]
+
+    def _exact(self, grouped: Mapping[tuple[str, int], Sequence[_Entry]]) -> dict[tuple[str, int], Tensor]:
+        """The values that metrics returned: those of the whole batch."""
+        if self._metrics is None:
+            return {}
+        found = {key: entries[-1].value for key, entries in grouped.items() if _is_running_value(entries)}
+        origins = {key: entries[-1].origin for key, entries in grouped.items()}
+        copies = {key: o for key, o in origins.items() if o is not None and o.copy is not None}
+        names = {key: f"{key[0]}/{key[1]}" for key in copies}
+        values = self._metrics.evaluate({names[key]: o.copy for key, o in copies.items() if o.copy is not None})
+        for key, origin in copies.items():
+            found[key] = tree.tensors_of(values[names[key]])[origin.leaf].detach().reshape(())
+        return found
 
 
 def is_in_step(module: LightningModule) -> bool:
@@ -87,11 +165,53 @@ def replay(module: LightningModule, logs: Sequence[tuple[str, Tensor, dict[str, 
         module.log(name, value.to(module.device), **options)
 
 
+def replay_objects(module: LightningModule, logs: Sequence[MetricLog]) -> None:
+    """Log this rank's own metric objects as the last stage has logged its."""
+    for log in logs:
+        metric: Any = module.get_submodule(log.attribute)
+        metric._forward_cache = log.value
+        module.log(log.name, metric, **log.options)
+
+
+#: the arguments of ``self.log`` that may be given by position
+_POSITIONAL = (
+    "prog_bar", "logger", "on_step", "on_epoch", "reduce_fx", "enable_graph", "sync_dist", "sync_dist_group",
+    "add_dataloader_idx", "batch_size", "metric_attribute", "rank_zero_only",
+)  # fmt: skip
+
+
+def _named(args: Sequence[Any], options: dict[str, Any]) -> dict[str, Any]:
+    """The options of one call of ``self.log`` by name, without what cannot leave this process."""
+    options = {**options, **dict(zip(_POSITIONAL, args, strict=False))}
+    options.pop("sync_dist_group", None)  # values are those of all replicas before Lightning sees them
+    reduce_fx = options.get("reduce_fx")
+    if callable(reduce_fx):
+        name = _CALLABLES.get(reduce_fx)
+        if name is None:
+            raise MisconfigurationException(
+                f"self.log(..., reduce_fx={reduce_fx}): allowed are 'mean', 'sum', 'max' and 'min'. For another"
+                " reduction log a torchmetrics Metric."
+            )
+        options["reduce_fx"] = name
+    return options
+
+
+_CALLABLES: dict[Any, str] = {
+    torch.mean: "mean", torch.sum: "sum", torch.max: "max", torch.min: "min", sum: "sum", max: "max", min: "min"
+}  # fmt: skip
+
+
+def _is_running_value(entries: Sequence[_Entry]) -> bool:
+    """Whether each value covered all micro-batches before it, as ``compute`` does, so that the last one counts."""
+    origin = entries[-1].origin
+    return origin is not None and origin.copy is None
+
+
 def _merged_value(entries: Sequence[_Entry], weights: Sequence[float]) -> Tensor:
     values = [entry.value for entry in entries]
     if len(values) == 1:
         return values[0]
-    combine = _REDUCTIONS.get(_reduction_name(entries[-1].options.get("reduce_fx", "mean")))
+    combine = reduction_of(entries[-1].options)
     if combine is not None:
         return combine(torch.stack(values))
     shares = [weights[entry.mb] for entry in entries]
@@ -101,8 +221,9 @@ def _merged_value(entries: Sequence[_Entry], weights: Sequence[float]) -> Tensor
     return weighted_mean(values, [share / total for share in shares] if total else shares)
 
 
-def _reduction_name(reduce_fx: Any) -> str:
-    return reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "")
+def reduction_of(options: dict[str, Any]) -> Callable[[Tensor], Tensor] | None:
+    """What puts values that were logged with ``options`` together; None stands for the weighted mean."""
+    return _REDUCTIONS.get(str(options.get("reduce_fx", "mean")).lower())
 
 
 _REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {"sum": torch.sum, "max": torch.max, "min": torch.min}

@@ -20,6 +20,7 @@ from lightning_pp.copies import Copies
 from lightning_pp.data import NoBatchError
 from lightning_pp.jobs import StepRunner, split, whole_step
 from lightning_pp.logs import is_in_step
+from lightning_pp.materialise import Construction
 from lightning_pp.metrics import SharedMetrics
 from lightning_pp.ownership import Ownership
 from lightning_pp.partition.layers import find_layers
@@ -57,6 +58,7 @@ class Pipeline:
         gradients: Holds what the backward passes have made.
         flush: Shares results and compares batches.
         copies: Keeps equal what several processes hold.
+        metrics: The module's, known on all ranks.
         group: All stages of this pipeline, for device memory; None for a single one.
         host_group: The same for host memory.
         replicas: This position in all pipelines.
@@ -68,6 +70,7 @@ class Pipeline:
     runner: StepRunner
     gradients: GradientHold
     copies: Copies
+    metrics: SharedMetrics
 
     def __init__(
         self, module: LightningModule, arguments: Arguments, mesh: Mesh, device: torch.device, groups: Groups
@@ -89,7 +92,6 @@ class Pipeline:
                 " version runs one stage per rank: use a schedule in which rank k runs stage k alone."
             )
         self._board: Switchboard | None = None
-        self._metrics: SharedMetrics | None = None
 
     def cut(
         self,
@@ -97,6 +99,7 @@ class Pipeline:
         first_arguments: Callable[[], Sequence[Any]] | None,
         context: Callable[[], AbstractContextManager[None]],
         optimizers: Sequence[Optimizer],
+        construction: Construction,
     ) -> None:
         """Decide which stage runs what, by one batch of step function ``name``, and get ready to run.
 
@@ -105,6 +108,7 @@ class Pipeline:
             first_arguments: Gives what the first call of the step function will get; None where there is no data.
             context: The precision plugin's context for it.
             optimizers: Whose parameters other stages may own.
+            construction: Knows the values of what is on the meta device.
 
         Raises:
             MisconfigurationException: The model cannot be cut as asked.
@@ -117,6 +121,7 @@ class Pipeline:
             planner.adopt(before.cut, before.num_stages)
             self.ownership = before
         else:
+            construction.show_to_glue(self._module, board.layers, self._device)
             with _misconfigured():
                 is_cut = first_arguments is not None and self._decide(planner, name, first_arguments, context)
             if not is_cut:
@@ -124,6 +129,8 @@ class Pipeline:
             assert planner.cut is not None
             self.ownership = Ownership(self._module, board, planner.cut, self._mesh, self._placement)
             self.ownership.release(optimizers)
+            construction.fill(self._module, optimizers, self.ownership.is_here, self._device)
+            construction.forget()
             if is_cut:
                 self.ownership.mark()
         self.ownership.to_device(self._device)
@@ -133,8 +140,8 @@ class Pipeline:
         """Let go of the channels; a model in several stages stays cut."""
         if hasattr(self, "engine"):
             self.engine.close()
-        if self._metrics is not None:
-            self._metrics.release()
+        if hasattr(self, "metrics"):
+            self.metrics.release()
         mark = Ownership.of(self._module)
         if mark is None and self._board is not None:
             self._board.remove()  # it failed before it was cut
@@ -236,6 +243,14 @@ class Pipeline:
         self.copies.share()
         self.gradients = self.copies.gradient_hold()
         self.flush = flush = Flush(self.group, self.host_group, mesh.position, mesh.num_stages, self._device)
+        self.metrics = SharedMetrics(
+            self._module,
+            self.host_group if mesh.num_stages > 1 else None,
+            mesh.global_rank(self._placement[-1]),
+            self.replicas,
+            lambda: is_in_step(self._module),
+            self._device,
+        )
         self.runner = StepRunner(
             self._module,
             planner,
@@ -247,13 +262,8 @@ class Pipeline:
             seed=self._base_seed(),
             replicas=self.replicas,
             replica=mesh.replica,
+            metrics=self.metrics,
         )
-
-        if mesh.num_stages > 1:
-            last = mesh.global_rank(self._placement[-1])
-            self._metrics = SharedMetrics(
-                self._module, self.host_group, last, lambda: is_in_step(self._module), self._device
-            )
 
     def _program(self, num_microbatches: int, training: bool) -> Lowered:
         key = (num_microbatches, training)
