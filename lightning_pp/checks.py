@@ -27,6 +27,16 @@ _CALLBACKS = {
     "BatchSizeFinder": "Lightning supports it on one process only",
 }
 
+#: optimizers of torch and of well-known packages that mix parameters, by how the names of their classes begin
+_OPTIMIZERS = {
+    "LBFGS": "its line search needs all parameters",
+    "Prodigy": "it estimates one step size from all gradients",
+    "DAdapt": "it estimates one step size from all gradients",
+    "DoG": "it estimates one step size from all gradients",
+    "SAM": "it moves all parameters by one norm of all gradients",
+    "ASAM": "it moves all parameters by one norm of all gradients",
+}
+
 
 def check_run(trainer: Trainer, module: LightningModule, num_stages: int) -> None:
     """Check everything about a run that does not need a batch.
@@ -79,11 +89,21 @@ def _check_module(module: LightningModule) -> None:
 
 def check_optimizers(optimizers: list[Any], num_stages: int) -> None:
     """Check what ``configure_optimizers`` returned."""
+    if num_stages == 1:
+        return
     for optimizer in optimizers:
-        if isinstance(optimizer, torch.optim.LBFGS) and num_stages > 1:
+        name = type(optimizer).__name__
+        for cls in type(optimizer).__mro__:
+            why = next((why for start, why in _OPTIMIZERS.items() if cls.__name__.startswith(start)), None)
+            if why is not None:
+                raise MisconfigurationException(
+                    f"PipelineStrategy does not support {name}: {why}, and a stage has only its own. Use an optimizer"
+                    " that updates each parameter from its own gradient."
+                )
+        if any(group.get("max_grad_norm") for group in optimizer.param_groups):
             raise MisconfigurationException(
-                "PipelineStrategy does not support LBFGS: its line search needs the parameters of all stages in one"
-                " process. Use an optimizer that updates each parameter from its own gradient."
+                f"{name} clips by the norm of the gradients that it is given, and in a pipeline those are one stage's:"
+                " give it max_grad_norm=None (or 0), and use Trainer(gradient_clip_val=...)."
             )
 
 

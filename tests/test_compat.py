@@ -3,6 +3,7 @@
 import inspect
 import signal
 
+import pytest
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments import LightningEnvironment
@@ -79,3 +80,37 @@ def test_the_launcher_checks_and_starts() -> None:
     assert launcher.procs == []
     assert not launcher.is_interactive_compatible
     assert "validate_settings" in inspect.getsource(launcher.launch)
+
+
+def test_the_two_halves_of_clip_grad_norm(monkeypatch: pytest.MonkeyPatch) -> None:
+    clip_grad = torch.nn.utils.clip_grad
+    parameter = torch.nn.Parameter(torch.ones(4))
+    parameter.grad = torch.ones(4)
+    given = []
+    norm = torch.tensor(8.0)
+
+    def scale(parameters: list[torch.Tensor], max_norm: float, total_norm: torch.Tensor, foreach: object) -> None:
+        given.append((parameters, max_norm, total_norm, foreach))
+
+    monkeypatch.setattr(clip_grad, "_get_total_norm", lambda tensors, norm_type, error, foreach: norm)
+    monkeypatch.setattr(clip_grad, "_clip_grads_with_norm_", scale)
+    assert torch.nn.utils.clip_grad_norm_(parameter, 0.5) is norm
+    assert given == [([parameter], 0.5, norm, None)]
+    assert torch.nn.utils.get_total_norm is not clip_grad._get_total_norm
+    assert callable(torch.nn.utils.clip_grads_with_norm_)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_where_a_grad_scaler_looks_for_overflows(fused: bool) -> None:
+    """An optimizer that unscales by itself goes the same way."""
+    parameter = torch.nn.Parameter(torch.ones(4))
+    parameter.grad = torch.ones(4)
+    optimizer = torch.optim.SGD([parameter], 0.5, fused=fused)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(torch.ones(()))
+    found = {parameter.device: torch.ones(())}
+    scaler._unscale_grads_ = lambda optimizer, inv_scale, found_inf, allow_fp16: found
+    scaler.step(optimizer)
+    scaler.update()
+    assert torch.equal(parameter, torch.ones(4))
+    assert scaler.get_scale() == 2.0
