@@ -1,10 +1,14 @@
 """Everything that can be logged: the plain run's values on all ranks, at every batch and at the end."""
 
+import csv
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -148,6 +152,69 @@ class ValidatesMetrics(LogsMetrics):
         self.rmse.reset()
 
 
+FORMS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "step": {"on_step": True, "on_epoch": False},
+    "epoch": {"on_step": False, "on_epoch": True},
+    "both": {"on_step": True, "on_epoch": True, "prog_bar": True},
+    "hidden": {"logger": False, "on_epoch": True},
+    "synced": {"sync_dist": True, "on_step": True, "on_epoch": True},
+    "sum": {"reduce_fx": "SUM", "on_step": True, "on_epoch": True},
+    "max": {"reduce_fx": "max", "on_step": True, "on_epoch": True},
+    "min": {"reduce_fx": torch.min, "on_step": True, "on_epoch": True},
+    "sum_too": {"reduce_fx": sum, "on_epoch": True},
+    "average": {"reduce_fx": "avg", "on_epoch": True},
+    "one_name": {"add_dataloader_idx": True, "on_epoch": True},
+    "first_rank": {"rank_zero_only": True, "on_epoch": True},
+    "graph": {"enable_graph": True, "on_epoch": True},
+}
+HOOKS = ["on_train_start", "on_train_epoch_start", "on_train_batch_start", "on_before_zero_grad", "on_before_backward"]
+HOOKS += ["on_after_backward", "on_before_optimizer_step", "on_train_batch_end", "on_train_epoch_end"]
+HOOKS += ["on_validation_start", "on_validation_epoch_start", "on_validation_batch_start", "on_validation_batch_end"]
+HOOKS += ["on_validation_epoch_end"]
+
+
+class LogsValues(Labelled):
+    """Numbers and tensors, with every option of ``self.log``, in every hook that may log."""
+
+    num_calls = 0
+
+    def log_all(self, prefix: str, values: Tensor) -> None:
+        merged = {"sum": values.sum(), "max": values.max(), "min": values.min(), "sum_too": values.abs().sum()}
+        for name, options in FORMS.items():
+            self.log(f"{prefix}{name}", merged.get(name, values.mean()), **options)
+        self.log(f"{prefix}sized", values.mean(), batch_size=2 * len(values), on_epoch=True)
+        self.log(f"{prefix}int", 3, True, True, on_epoch=True)
+        self.log(f"{prefix}flag", True)
+        self.log(f"{prefix}numpy", np.float32(0.5), on_epoch=True)
+        self.log(f"{prefix}integers", (values > 0).sum(), reduce_fx="sum", on_epoch=True)
+        self.log_dict({f"{prefix}a": values.square().mean(), f"{prefix}b": values.mean() ** 1}, on_epoch=True)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        out = self.net(batch[0])
+        self.log_all("", out.mean(1))
+        if batch_idx == 1:
+            self.log("sometimes", out.mean(), on_epoch=True)
+        return F.cross_entropy(out, batch[1])
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int) -> None:
+        out = self.net(batch[0]).mean(1)
+        self.log_all("val_", out)
+        self.log(f"only_{dataloader_idx}", out.mean(), add_dataloader_idx=False)
+
+
+def _logging(hook: str) -> Any:
+    def log_here(self: LogsValues, *args: Any) -> None:
+        self.num_calls += 1
+        self.log(f"in_{hook}", float(self.num_calls), prog_bar=True)
+
+    return log_here
+
+
+for _hook in HOOKS:
+    setattr(LogsValues, _hook, _logging(_hook))
+
+
 class CountsBatches(Callback):
     """Holds a metric of its own, and logs from a callback's hooks."""
 
@@ -197,7 +264,7 @@ def log(cls: type[Labelled], stages: int, microbatches: int, loaders: int, **opt
         precision="64-true",
         max_epochs=2,
         callbacks=[CountsBatches(), snapshots],
-        **{**QUIET, "enable_progress_bar": True, "log_every_n_steps": 1, **options},
+        **{**QUIET, "enable_progress_bar": True, "log_every_n_steps": 2, **options},
     )
     validation = [cls.loader(seed, 11) for seed in range(loaders)]
     trainer.fit(module, cls.loader(), validation or None)
@@ -206,15 +273,26 @@ def log(cls: type[Labelled], stages: int, microbatches: int, loaders: int, **opt
     return snapshots.seen
 
 
+def rows_written(folder: Path) -> list[dict[str, float | None]]:
+    """What the CSV logger wrote, by the one rank that did."""
+    (path,) = folder.glob("lightning_logs/*/metrics.csv")
+    with path.open() as file:
+        return [{key: float(value) if value else None for key, value in row.items()} for row in csv.DictReader(file)]
+
+
 def assert_same_values(found: list[Any], expected: list[Any]) -> None:
     assert len(found) == len(expected)
     for number, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
         assert ours.keys() == theirs.keys(), f"snapshot {number}"
         for name, value in theirs.items():
-            assert ours[name] == pytest.approx(value, abs=1e-9, nan_ok=True), f"{name} in snapshot {number}"
+            close = ours[name] == (value if value is None else pytest.approx(value, abs=1e-9, nan_ok=True))
+            assert close, f"{name} in snapshot {number}"
 
 
-def test_metrics_called_logged_and_computed_in_every_way() -> None:
-    (expected,) = run_ranks(log, 1, ValidatesMetrics, 0, 1, 2)
-    for found in run_ranks(log, 2, ValidatesMetrics, 2, 5, 2):
+@pytest.mark.parametrize("cls", [ValidatesMetrics, LogsValues])
+def test_everything_that_can_be_logged(cls: type[Labelled], tmp_path: Path) -> None:
+    """Metrics called, logged and computed in every way; values logged with every option in every hook."""
+    (expected,) = run_ranks(log, 1, cls, 0, 1, 2, logger=CSVLogger(tmp_path / "plain"))
+    for found in run_ranks(log, 2, cls, 2, 5, 2, logger=CSVLogger(tmp_path / "piped")):
         assert_same_values(found, expected)
+    assert_same_values(rows_written(tmp_path / "piped"), rows_written(tmp_path / "plain"))
