@@ -12,6 +12,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
+from lightning_pp.kept import KeptValues
 from lightning_pp.logs import LogRecorder, replay, replay_objects
 from lightning_pp.metrics import SharedMetrics
 from lightning_pp.partition import tree
@@ -113,6 +114,9 @@ class StepRunner:
         replicas: The other pipelines, which see other samples.
         replica: The number of this pipeline among them.
         metrics: The module's.
+
+    Attributes:
+        kept: What steps keep in the module.
     """
 
     def __init__(
@@ -139,6 +143,7 @@ class StepRunner:
         self._seed = seed
         self._replicas = replicas
         self._replica = replica
+        self.kept = KeptValues(module, is_last)
         self._metrics = metrics
 
     def prepare(
@@ -161,13 +166,14 @@ class StepRunner:
         batch, *rest = args
         parts = split(self._module, batch, self._num_microbatches)
         plans = self._plans(name, parts, rest, context)
-        recorder = LogRecorder(self._module, self._metrics)
+        recorder, kept = LogRecorder(self._module, self._metrics), self.kept
         function = getattr(self._module, name)
         draws = any(plan.draws for plan in plans)
         draws_python = any(plan.trace.draws_python for plan in plans)
 
         def step(mb: int) -> Any:
             recorder.start(mb)
+            kept.mb = mb
             if draws:
                 seed = rng.stream_seed(self._seed, _STREAMS[name], step_number, mb, self._replica)
                 rng.start_stream(seed, draws_python)
@@ -190,6 +196,7 @@ class StepRunner:
         stack = ExitStack()
         stack.enter_context(preserved(any(plan.draws for plan in prepared.plans)))
         stack.enter_context(prepared.recorder)
+        stack.enter_context(self.kept.recording(prepared.parts.sizes, prepared.parts.weights))
         stack.enter_context(self._metrics.running(len(prepared.parts.batches)))
         return stack
 

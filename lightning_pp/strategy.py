@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_pp import checks, compat, data, failure, logged, precision, signals
+from lightning_pp import checks, compat, data, failure, kept, logged, precision, signals
 from lightning_pp.arguments import Arguments
 from lightning_pp.materialise import Construction
 from lightning_pp.norms import StageNorms
@@ -174,9 +174,17 @@ class PipelineStrategy(CheckpointedProcesses):
             norms = StageNorms(pipeline.ownership, self.mesh, pipeline.group, self.root_device)
             self._agreement = precision.StepAgreement(self.precision_plugin, norms, pipeline.group, pipeline.host_group)
         callbacks = compat.callbacks(trainer)
-        if self.num_stages > 1 and not any(isinstance(callback, data.SameRandomState) for callback in callbacks):
+        callbacks[:] = [c for c in callbacks if not isinstance(c, (data.SameRandomState, kept.SharesKeptValues))]
+        if self.num_stages > 1:
             callbacks.insert(0, data.SameRandomState(pipeline.host_group, self.mesh.global_rank(0)))
+            callbacks.insert(0, kept.SharesKeptValues(self._share_kept_values))
         logged.install(trainer, pipeline.metrics, lambda: self.pipeline.metrics)
+
+    def _share_kept_values(self) -> None:
+        pipeline = self.pipeline
+        last = self.mesh.global_rank(self.num_stages - 1)
+        with self._explaining():
+            pipeline.runner.kept.share(pipeline.host_group, last, self.root_device)
 
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:

@@ -1,5 +1,6 @@
 """Modules as their users would write them: no line in here knows of a pipeline."""
 
+from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
 
@@ -766,6 +767,71 @@ class DemoTransformerWithoutDropout(DemoTransformer):
     def __init__(self) -> None:
         super().__init__()
         self.model = Transformer(vocab_size=13, dropout=0.0)
+
+
+class Average:
+    """A running average, as many projects have one."""
+
+    def __init__(self) -> None:
+        self.total = 0.0
+        self.count = 0
+
+    def update(self, values: Tensor) -> None:
+        self.total += values.sum().item()
+        self.count += len(values)
+
+
+class Keeper(MLP):
+    """Collects by step and looks at what it has collected at the end, in the ways that tutorials show."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.train_losses: list[Tensor] = []
+        self.val_outputs: list[dict[str, Tensor]] = []
+        self.by_name: dict[str, list[Any]] = defaultdict(list)
+        self.by_loader: list[list[Tensor]] = [[]]
+        self.predicted: list[float] = []
+        self.average = Average()
+        self.seen = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.train_losses.append(loss.detach())
+        self.seen += len(batch[0])
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        self.log("mean_of_batches", torch.stack(self.train_losses).mean())
+        self.log("batches", float(len(self.train_losses)))
+        self.log("seen", float(self.seen))
+        self.train_losses.clear()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        out = self.net(x)
+        errors = (out - y).abs().mean(1)
+        self.val_outputs.append({"loss": F.mse_loss(out, y), "errors": errors})
+        self.by_name["out"].append(out)
+        self.by_name["pair"].append((errors.mean(), y))
+        self.by_loader[0].append(out.sum(1))
+        self.predicted.extend(errors.tolist())
+        self.average.update(errors)
+        self.spread = errors.max()
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("val_mean", torch.stack([output["loss"] for output in self.val_outputs]).mean())
+        self.log("val_errors", torch.cat([output["errors"] for output in self.val_outputs]).median())
+        self.log("val_batches", float(len(self.by_name["out"])))
+        self.log("val_rows", float(sum(len(y) for _, y in self.by_name["pair"])))
+        self.log("val_sum", torch.cat(self.by_loader[0]).sum())
+        self.log("val_max", max(self.predicted))
+        self.log("val_number", float(len(self.predicted)))
+        self.log("val_average", self.average.total / self.average.count)
+        self.val_outputs.clear()
+        self.by_name.clear()
+        self.by_loader = [[]]
+        self.predicted.clear()
+        self.average = Average()
 
 
 class Boring(BoringModel):
