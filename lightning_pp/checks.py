@@ -13,7 +13,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_pp import precision
 from lightning_pp.compat import callbacks, is_overridden
-from lightning_pp.ownership import Ownership
 
 __all__: list[str] = []
 
@@ -74,11 +73,6 @@ def _check_module(module: LightningModule) -> None:
         if isinstance(inner, DistributedDataParallel) or type(inner).__name__.startswith(("FSDP", "FullySharded")):
             raise MisconfigurationException(
                 f"{name}.{path} is wrapped in {type(inner).__name__}. Give PipelineStrategy the plain module."
-            )
-        if any(p.is_meta for p in inner.parameters(recurse=False)) and Ownership.of(module) is None:
-            raise MisconfigurationException(
-                f"{name}.{path} has parameters on the meta device. This version cuts models whose weights are there:"
-                " build the module without `torch.device('meta')` and `init_module(empty_init=True)`."
             )
         if any(torch.nn.parameter.is_lazy(p) for p in inner.parameters(recurse=False)):
             raise MisconfigurationException(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_pp.exchange import absent, exchange, named_tensors
 from lightning_pp.partition.switch import Switchboard
 from lightning_pp.runtime.mesh import Mesh
 from lightning_pp.runtime.planner import Cut
@@ -62,6 +63,17 @@ class Ownership:
         """Remember on the model that it has been cut."""
         object.__setattr__(self._model, _MARK, self)
 
+    def check_layers(self) -> None:
+        """Complain where the layers that were cut are not those of the model any more."""
+        present = {id(module) for module in self.model.modules()}
+        gone = [name for name, layer in self.board.layers.items() if id(layer) not in present]
+        if gone:
+            name = type(self.model).__name__
+            raise MisconfigurationException(
+                f"{name}.configure_model has built {gone[0]!r} anew, which an earlier run has trained. Lightning calls it"
+                " before every run: build only what is not there yet (`if self.layer is not None: return`)."
+            )
+
     def unmark(self) -> None:
         """Give the model back as it was; for one that was never spread over processes."""
         self.board.remove()
@@ -94,23 +106,16 @@ class Ownership:
         return [p for p in self._model.parameters() if not p.is_meta]
 
     def release(self, optimizers: Iterable[Optimizer]) -> None:
-        """Put everything that other stages own on the meta device, in the module and in the optimizers."""
-        replaced: dict[int, nn.Parameter] = {}
-        names = {id(tensor): name for name, tensor in _named_tensors(self._model)}
-        for module in self._model.modules():
-            for key, parameter in list(module._parameters.items()):
-                if parameter is not None and not self._is_here(names[id(parameter)]):
-                    absent = replaced.get(id(parameter))
-                    if absent is None:
-                        absent = replaced[id(parameter)] = _absent(parameter)
-                        names[id(absent)] = names[id(parameter)]
-                    setattr(module, key, absent)
-            for key, buffer in list(module._buffers.items()):
-                if buffer is not None and not self._is_here(names[id(buffer)]):
-                    module._buffers[key] = buffer.to("meta")
+        """Put everything that other stages own on the meta device, and drop what optimizers keep of it."""
+
+        def nothing(name: str, tensor: Tensor) -> Tensor | None:
+            return None if tensor.is_meta or self.is_here(name) else absent(tensor)
+
+        exchange(self._model, optimizers, nothing)
+        away = {id(p) for name, p in self._model.named_parameters() if not self.is_here(name)}
         for optimizer in optimizers:
-            for group in optimizer.param_groups:
-                group["params"] = [replaced.get(id(p), p) for p in group["params"]]
+            for parameter in [p for p in optimizer.state if id(p) in away]:
+                del optimizer.state[parameter]
 
     def to_device(self, device: torch.device) -> None:
         """Move what is here."""
@@ -137,27 +142,17 @@ class Ownership:
             )
         return compute(*args, **kwargs)
 
-    def _is_here(self, name: str) -> bool:
+    def is_here(self, name: str) -> bool:
+        """Whether this place in the pipeline holds ``name``."""
         return self._mesh.position in self._positions[name]
 
     def _all_positions(self) -> dict[str, tuple[int, ...]]:
         """For every name that a parameter or buffer goes by, a tied one's further names included."""
-        first_names = {id(tensor): name for name, tensor in _named_tensors(self._model)}
+        first_names = {id(tensor): name for name, tensor in named_tensors(self._model)}
         buffers = {name for name, _ in self._model.named_buffers()}
         found = {}
-        for name, tensor in _named_tensors(self._model, every_name=True):
+        for name, tensor in named_tensors(self._model, every_name=True):
             first = first_names[id(tensor)]
             stages = self.cut.stages_of(first, first in buffers, self.num_stages)
             found[name] = tuple(sorted({self._placement[stage] for stage in stages}))
         return found
-
-
-def _named_tensors(model: nn.Module, every_name: bool = False) -> Iterator[tuple[str, Tensor]]:
-    yield from model.named_parameters(remove_duplicate=not every_name)
-    yield from model.named_buffers(remove_duplicate=not every_name)
-
-
-def _absent(parameter: nn.Parameter) -> nn.Parameter:
-    absent = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
-    absent.__dict__.update(parameter.__dict__)
-    return absent

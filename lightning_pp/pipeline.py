@@ -158,6 +158,7 @@ class Pipeline:
                     f" earlier run, and is now to run in {len(self._placement)}. Save a checkpoint and load it into a"
                     " new module."
                 )
+            before.check_layers()
             return before.board
         with _misconfigured():
             layers = find_layers(self._module, self._arguments.layers, ignored=(Metric,))

@@ -140,17 +140,6 @@ def test_a_module_that_cannot_be_piped_in_two_stages(cls: type[LightningModule],
         assert text in str(failure)
 
 
-class OnMeta(MLP):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net.to("meta")
-
-
-def test_weights_that_are_not_there() -> None:
-    for text in run_ranks(fit_class, 2, OnMeta):
-        assert "OnMeta.net.0 has parameters on the meta device" in text
-
-
 @pytest.mark.parametrize(
     ("rows", "text"),
     [

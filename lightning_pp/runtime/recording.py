@@ -91,12 +91,13 @@ class Recording:
         self._entries: dict[int, _Entry] = {}
         self._next = 0
         self._writers: dict[int, list[int]] = {}
+        self._known: set[int] = set()
         self._storages: _Storages = {}  # they stay alive, so that an address stays one storage's own
         self._recent: tuple[_Storages, int] = ({}, 0)
 
     def knows(self, tensor: Tensor) -> bool:
-        """Whether something was kept that makes ``tensor`` or writes into it."""
-        return storage_key(tensor) in self._writers
+        """Whether what was kept says what ``tensor`` holds; a copy of an unknown tensor is unknown."""
+        return storage_key(tensor) in self._known
 
     def seen(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Seen:
         """What an operator is about to be called with."""
@@ -118,6 +119,8 @@ class Recording:
             self._storages.setdefault(storage_key(tensor), tensor.untyped_storage())
         for key in writes:
             self._writers.setdefault(key, []).append(self._next)
+        if self._known >= seen.reads - seen.writes:
+            self._known |= writes
         self._entries[self._next] = _Entry(seen, made, writes, device, draw)
         self._next += 1
 
@@ -166,6 +169,7 @@ class Recording:
                 self._writers[key].remove(number)
         for key in [key for key, numbers in self._writers.items() if not numbers]:
             del self._writers[key]
+            self._known.discard(key)
             self._storages.pop(key, None)
 
     def _needed(self, keys: Iterable[int], storages: _Storages, since: int) -> set[int] | None:

@@ -161,10 +161,13 @@ def test_streams_of_their_own_do_not_touch_the_global_one() -> None:
         recording = Recording()
         with torch.device("meta"):
             layer = nn.Linear(5, 6)
-        assert not recording.knows(layer.weight)
+        with recorded(recording):
+            layer.double()
+        assert not recording.knows(layer.weight), "a copy of what nobody knows"
         state = torch.get_rng_state()
         with recorded(recording, seed):
             layer.reset_parameters()
+        assert recording.knows(layer.weight)
         values.append(recording.value(layer.weight, CPU))
         assert torch.equal(state, torch.get_rng_state())
     assert torch.equal(values[0], values[1])
