@@ -17,8 +17,10 @@ from tests.training import Outcome, fit, plain
 class Union(Sampler[list[int]]):
     """The batches of several replicas, each taken together as one batch; shuffled as Lightning shuffles theirs."""
 
-    def __init__(self, dataset: Any, replicas: int, batch_size: int) -> None:
-        self.samplers = [DistributedSampler(dataset, replicas, rank, shuffle=True, seed=0) for rank in range(replicas)]
+    def __init__(self, dataset: Any, replicas: int, batch_size: int, shuffle: bool = True) -> None:
+        self.samplers = [
+            DistributedSampler(dataset, replicas, rank, shuffle=shuffle, seed=0) for rank in range(replicas)
+        ]
         self.batch_size = batch_size
         self.sampler = self  # Lightning looks for ``set_epoch`` there
 
@@ -38,18 +40,20 @@ class Union(Sampler[list[int]]):
 class UnionLoader:
     """Makes a model's loader with ``samples`` samples; for the plain run that of the union."""
 
-    def __init__(self, name: str, replicas: int, batch_size: int, samples: int, union: bool) -> None:
-        self.arguments = (name, replicas, batch_size, samples, union)
+    def __init__(
+        self, name: str, replicas: int, batch_size: int, samples: int, union: bool, shuffle: bool = True
+    ) -> None:
+        self.arguments = (name, replicas, batch_size, samples, union, shuffle)
 
     def __repr__(self) -> str:
         return repr(self.arguments)
 
     def __call__(self) -> DataLoader[Any]:
-        name, replicas, batch_size, samples, union = self.arguments
+        name, replicas, batch_size, samples, union, shuffle = self.arguments
         loader = MODELS[name].loader()
         dataset = torch.utils.data.Subset(loader.dataset, [i % len(loader.dataset) for i in range(samples)])
         if union:
-            sampler = Union(dataset, replicas, batch_size)
+            sampler = Union(dataset, replicas, batch_size, shuffle)
             return DataLoader(dataset, batch_sampler=sampler, collate_fn=loader.collate_fn)
         return DataLoader(dataset, batch_size=batch_size, collate_fn=loader.collate_fn)
 

@@ -67,15 +67,17 @@ def fit(
     loader: Any = None,
     callbacks: tuple[type[Callback], ...] = (),
     validate: bool = False,
+    cls: type[LightningModule] | None = None,
+    validation: Any = None,
 ) -> Outcome:
-    """Train model ``name`` of :mod:`tests.models`, in float64 unless ``trainer`` says otherwise."""
+    """Train model ``name`` of :mod:`tests.models`, or ``cls``, in float64 unless ``trainer`` says otherwise."""
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     if seed is not None:
         torch.manual_seed(seed)
         random.seed(seed)
         np.random.seed(seed)
-    module = MODELS[name]()
+    module = (cls or MODELS[name])()
     outcome = Outcome()
     options: dict[str, Any] = {
         "precision": "64-true",
@@ -91,7 +93,9 @@ def fit(
         options["strategy"] = PipelineStrategy(**strategy)
     runner = Trainer(devices=devices, callbacks=[Watcher(outcome), *extra], **options)
     data = loader() if loader is not None else module.loader()
-    runner.fit(module, data, val_dataloaders=module.loader() if validate else None)
+    if validate:
+        validation = module.loader
+    runner.fit(module, data, val_dataloaders=validation() if validation is not None else None)
     outcome.parameters = {n: p.detach().clone() for n, p in module.named_parameters() if not p.is_meta}
     outcome.final = {k: v.item() for k, v in runner.callback_metrics.items()}
     outcome.global_step = runner.global_step
