@@ -6,7 +6,6 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor
@@ -113,7 +112,6 @@ class PipelineProcesses(ParallelStrategy):
     def setup_environment(self) -> None:
         launching.check_same_job(self.world_size)
         super().setup_environment()
-        reset_seed()
         self.set_world_ranks()
         num_stages = self.arguments.num_stages(self.world_size)
         assert self.cluster_environment is not None
