@@ -46,6 +46,8 @@ class Arguments:
             )
         if isinstance(self.split, str) or isinstance(self.layers, str):
             raise TypeError("`split` and `layers` take lists: write ['name'], not 'name'.")
+        if not isinstance(self.timeout, timedelta):
+            raise TypeError(f"timeout={self.timeout!r}: allowed is a datetime.timedelta, in YAML '0:30:00'.")
         if self.timeout <= timedelta(0):
             raise ValueError(f"timeout={self.timeout}: it must be longer than 0 seconds.")
         self._check_schedule()
