@@ -33,7 +33,7 @@ class Running:
         """What it has written so far."""
         return self.path.read_text(errors="replace")
 
-    def wait_for(self, text: str, timeout: float = 60) -> str:
+    def wait_for(self, text: str, timeout: float = 100) -> str:
         """The first line with ``text`` in it."""
         deadline = time.monotonic() + timeout
         while time.monotonic() < deadline:
@@ -79,7 +79,7 @@ def kill_descendants(token: str) -> None:
                 os.kill(int(environment.parent.name), signal.SIGKILL)
 
 
-def finish(running: list[Running], timeout: float = 60) -> list[tuple[int, str]]:
+def finish(running: list[Running], timeout: float = 100) -> list[tuple[int, str]]:
     """Exit codes and outputs; fails when the programs are not done in time."""
     deadline = time.monotonic() + timeout
     for one in running:
@@ -91,7 +91,7 @@ def finish(running: list[Running], timeout: float = 60) -> list[tuple[int, str]]
 
 
 def run(
-    *commands: tuple[list[str], dict[str, str]], timeout: float = 60, cwd: Path | None = None
+    *commands: tuple[list[str], dict[str, str]], timeout: float = 100, cwd: Path | None = None
 ) -> list[tuple[int, str]]:
     """Start commands side by side and wait for them."""
     with started(*commands, cwd=cwd) as running:

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from tests.commands import assert_same, plain, program, results, run, torchrun
-from tests.launch import free_port
 
 NODES = ("10.83.71.1", "10.83.71.2")
 #: both ends of the cable are called so; a host's name leads Gloo to another address than the cable's
@@ -82,12 +81,4 @@ def test_scripts_on_two_nodes_with_two_processes_each(namespaces: list[str]) -> 
     commands = [inside(name, *on_each_node(node, NODES[0], 29401)) for node, name in enumerate(namespaces)]
     found = results(run(*commands))
     assert [(one["rank"], one["node"], one["stage"]) for one in found] == [(0, 0, 0), (1, 0, 1), (2, 1, 2), (3, 1, 3)]
-    assert_same(found, plain())
-
-
-def test_two_nodes_that_are_one_machine() -> None:
-    port = free_port()
-    commands = [program(options(2, 1), NODE_RANK=node, MASTER_ADDR="127.0.0.1", MASTER_PORT=port) for node in (0, 1)]
-    found = results(run(*commands))
-    assert [(one["rank"], one["node"], one["stage"]) for one in found] == [(0, 0, 0), (1, 1, 1)]
     assert_same(found, plain())

@@ -17,8 +17,8 @@ def test_sigterm_for_one_rank_stops_all_after_the_same_batch(rank: int) -> None:
         line = running[0].wait_for(f" rank {rank}\n")
         os.kill(int(line.split()[3]), signal.SIGTERM)
         start = time.monotonic()
-        ((code, output),) = finish(running, timeout=30)
-        assert time.monotonic() - start < 10
+        ((code, output),) = finish(running, timeout=60)
+        assert time.monotonic() - start < 30
     assert code == 0, output  # as without the strategy: a stop that was asked for is no failure
     last = [max(int(line.split()[1]) for line in output.splitlines() if line.endswith(f" rank {r}")) for r in (0, 1)]
     assert last[0] == last[1] < 60, output
