@@ -22,13 +22,15 @@ def train(options: dict[str, Any]) -> dict[str, Any]:
     Args:
         options: ``strategy`` (arguments, a registered name, or nothing for the plain run), ``trainer`` (arguments),
             ``pause`` (seconds between batches), ``fits`` (how often to fit the same Trainer, with one epoch more
-            each time), ``checkpoint`` (to resume from).
+            each time), ``checkpoint`` (to resume from), ``replicas`` (pipelines side by side; the plain run takes their
+            batches together).
     """
     import torch
     from lightning.pytorch import Callback, Trainer
 
     from lightning_pp import PipelineStrategy
     from tests.models import MLP
+    from tests.test_replicas import UnionLoader
 
     losses: list[float] = []
 
@@ -55,9 +57,11 @@ def train(options: dict[str, Any]) -> dict[str, Any]:
         **{"devices": 1, "max_epochs": 2, "enable_checkpointing": False, **options.get("trainer", {})},
     )
     module = MLP()
+    replicas = options.get("replicas")
+    loader = UnionLoader("MLP", replicas, 4, 22, strategy == "auto")() if replicas else MLP.loader()
     for more in range(options.get("fits", 1)):
         trainer.fit_loop.max_epochs += 1 if more else 0
-        trainer.fit(module, MLP.loader(), ckpt_path=options.get("checkpoint"))
+        trainer.fit(module, loader, ckpt_path=options.get("checkpoint"))
     place = trainer.strategy
     return {
         "rank": trainer.global_rank,

@@ -5,7 +5,6 @@ import os
 import shutil
 import subprocess
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
@@ -51,12 +50,8 @@ def inside(name: str, command: list[str], variables: dict[str, str]) -> tuple[li
     return ["ip", "netns", "exec", name, *command], {**variables, "GLOO_SOCKET_IFNAME": CARD}
 
 
-def options(num_nodes: int, devices: int) -> dict[str, Any]:
-    stages = num_nodes * devices
-    return {"trainer": {"devices": devices, "num_nodes": num_nodes}, "strategy": {"stages": stages, "microbatches": 3}}
-
-
-def test_torchrun_on_two_nodes(namespaces: list[str]) -> None:
+def test_torchrun_with_one_stage_on_each_node(namespaces: list[str]) -> None:
+    options = {"trainer": {"devices": 1, "num_nodes": 2}, "strategy": {"stages": 2, "microbatches": 3}}
     commands = []
     for node, name in enumerate(namespaces):
         launcher = torchrun(
@@ -66,19 +61,27 @@ def test_torchrun_on_two_nodes(namespaces: list[str]) -> None:
             f"--master-addr={NODES[0]}",
             "--master-port=29400",
         )
-        commands.append(inside(name, *program(options(2, 1), *launcher)))
+        commands.append(inside(name, *program(options, *launcher)))
     found = results(run(*commands))
     assert [(one["rank"], one["node"], one["stage"]) for one in found] == [(0, 0, 0), (1, 1, 1)]
     assert_same(found, plain())
 
 
-def on_each_node(rank: int, address: str, port: int) -> tuple[list[str], dict[str, str]]:
-    """The script, started by hand on each node with what Lightning needs to know."""
-    return program(options(2, 2), NODE_RANK=rank, MASTER_ADDR=address, MASTER_PORT=port)
-
-
-def test_scripts_on_two_nodes_with_two_processes_each(namespaces: list[str]) -> None:
-    commands = [inside(name, *on_each_node(node, NODES[0], 29401)) for node, name in enumerate(namespaces)]
+def test_scripts_with_two_stages_and_two_replicas(namespaces: list[str]) -> None:
+    """Started by hand on each node: the copies of a stage are neighbours, and a pipeline goes from node to node."""
+    options = {
+        "trainer": {"devices": 2, "num_nodes": 2}, "strategy": {"stages": 2, "microbatches": 3}, "replicas": 2,
+    }  # fmt: skip
+    commands = [
+        inside(name, *program(options, NODE_RANK=node, MASTER_ADDR=NODES[0], MASTER_PORT=29401))
+        for node, name in enumerate(namespaces)
+    ]
     found = results(run(*commands))
-    assert [(one["rank"], one["node"], one["stage"]) for one in found] == [(0, 0, 0), (1, 0, 1), (2, 1, 2), (3, 1, 3)]
-    assert_same(found, plain())
+    assert [(one["rank"], one["node"], one["stage"], one["replica"]) for one in found] == [
+        (0, 0, 0, 0), (1, 0, 0, 1), (2, 1, 1, 0), (3, 1, 1, 1)
+    ]  # fmt: skip
+    assert found[0]["losses"] != found[1]["losses"]
+    for pair in ((0, 1), (2, 3)):
+        losses = zip(*(found[rank]["losses"] for rank in pair), strict=True)
+        found[pair[0]]["losses"] = found[pair[1]]["losses"] = [sum(both) / 2 for both in losses]
+    assert_same(found, plain(replicas=2))
