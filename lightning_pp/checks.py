@@ -18,11 +18,7 @@ __all__: list[str] = []
 
 #: callbacks by the name of their class, which not every version of Lightning has
 _CALLBACKS = {
-    "StochasticWeightAveraging": "it copies and averages the whole model on each process",
-    "WeightAveraging": "it copies and averages the whole model on each process",
-    "EMAWeightAveraging": "it copies and averages the whole model on each process",
     "ModelPruning": "it rewrites parameters that lie on other stages",
-    "LearningRateFinder": "it has not been proven to give the plain run's result",
     "BatchSizeFinder": "Lightning supports it on one process only",
 }
 

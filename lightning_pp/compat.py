@@ -12,11 +12,14 @@ import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, TorchCheckpointIO
 from lightning.fabric.utilities.distributed import _init_dist_connection
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelSummary, ThroughputMonitor
 from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
 from torchmetrics import Metric
 
 __all__: list[str] = []
@@ -128,6 +131,35 @@ def logged_metrics(trainer: Trainer) -> list[Metric]:
     return [result.value for result in logged if result._computed is None]
 
 
+def averaged_model(callback: Callback) -> nn.Module | None:
+    """The copy of the module that a callback averages; None where it keeps none."""
+    average = vars(callback).get("_average_model")
+    if isinstance(average, AveragedModel):
+        return average.module
+    return average if isinstance(average, nn.Module) else None
+
+
+def throughputs(monitor: ThroughputMonitor) -> list[Any]:
+    """What a monitor computes throughput with."""
+    return list(monitor._throughputs.values())
+
+
+def replace_summary(callback: ModelSummary, make: Callable[[Trainer, LightningModule], Any]) -> None:
+    """Let ``callback`` show the summary that ``make`` gives."""
+    vars(callback)["_summary"] = make
+
+
+def summary_depth(callback: ModelSummary) -> int:
+    """Down to which depth layers are shown."""
+    return callback._max_depth
+
+
+def example_input(module: LightningModule) -> Any:
+    """The module's ``example_input_array``, on the device."""
+    example = module._on_before_batch_transfer(module.example_input_array)
+    return module._apply_batch_transfer_handler(example)
+
+
 def watches(trainer: Trainer, module: LightningModule, *hooks: str) -> bool:
     """Whether the module or a callback defines one of ``hooks``."""
     return any(
@@ -145,6 +177,11 @@ def callbacks(trainer: Trainer) -> list[Callback]:
 def is_window_start(trainer: Trainer) -> bool:
     """Whether zero_grad follows this training step (see ``_AutomaticOptimization._make_zero_grad_fn``)."""
     return trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0
+
+
+def skips_backward(trainer: Trainer) -> bool:
+    """Whether the gradients of this training step are not wanted (a callback looks at the batches once more)."""
+    return bool(trainer.fit_loop._skip_backward)
 
 
 def is_window_end(trainer: Trainer) -> bool:

@@ -11,6 +11,7 @@ import warnings
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from copy import copy
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -136,11 +137,20 @@ class CheckpointedProcesses(PipelineProcesses):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The whole model on rank 0; on other ranks what they hold, the rest on the meta device."""
         self._meet()
-        state_dict = self._module().state_dict()
-        if self._line is not None and not self.save_distributed_checkpoint:
+        module = self._module()
+        if self._line is not None and not compat.is_interrupted(module):
+            assert self._pipeline is not None
+            self._pipeline.metrics.share_persistent_states()
+        state_dict = module.state_dict()
+        return state_dict if self.save_distributed_checkpoint else self.whole_state_dict(state_dict)
+
+    def whole_state_dict(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+        """A state dict of the module, or of a copy of it, with what all ranks hold; whole on rank 0."""
+        whole: dict[str, Any] = copy(state_dict)  # type: ignore[arg-type]
+        if self._line is not None and not self._is_incomplete:
             with self._talking():
-                return gather_state_dict(state_dict, self._sources(), self._line)
-        return state_dict
+                whole = gather_state_dict(whole, self._sources(), self._line)
+        return whole
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -174,24 +184,27 @@ class CheckpointedProcesses(PipelineProcesses):
         path = local_path(line.share(os.fspath(filepath)))
         if path is None:
             raise ValueError(
-                f"{filepath}: save_distributed_checkpoint=True needs a path on a file system that all ranks have mounted."
+                f"{filepath}: save_distributed_checkpoint=True needs a file system that all ranks have mounted."
             )
         sources, rank = self._sources(), self.global_rank
         state_dict = content.pop("state_dict")
         where = sources.of_state(state_dict, line)
         mine = own_state(state_dict, where, sources, rank)
         items: dict[tuple[str, ...], Any] = {(MODEL_KEY, name): value for name, value in mine.items()}
+        order: list[tuple[str, ...]] = [(MODEL_KEY, name) for name in state_dict]
         pairs = zip(self.optimizers, content.pop("optimizer_states", []), strict=False)
         for number, (optimizer, state) in enumerate(pairs):
             own = own_optimizer_state(optimizer, sources, rank)
             names = sources.names(optimizer)
-            items |= optimizer_items(optimizer_key(number), state, own, names, line.is_writer)
+            key = optimizer_key(number)
+            items |= optimizer_items(key, state, own, names, line.is_writer)
+            order += [(key, "state", name) for name in names]
         aliases: dict[tuple[str, ...], tuple[str, ...]] = {
             (MODEL_KEY, name): (MODEL_KEY, sources.first_name(name))
             for name in where
             if sources.first_name(name) != name
         }
-        save(line, path, items if self.mesh.replica == 0 else None, aliases, content)
+        save(line, path, items if self.mesh.replica == 0 else None, aliases, order, content)
 
     def _meet(self) -> None:
         """Find out over which connections a checkpoint is gathered, or whether it can be."""

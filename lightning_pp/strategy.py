@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_pp import checks, compat, data, failure, kept, logged, precision, signals
+from lightning_pp import adapters, checks, compat, data, failure, kept, precision, signals
 from lightning_pp.arguments import Arguments
 from lightning_pp.materialise import Construction
 from lightning_pp.norms import StageNorms
@@ -133,7 +133,6 @@ class PipelineStrategy(CheckpointedProcesses):
         checks.check_run(trainer, module, self.num_stages)
         with self._construction.following():
             self.model = self.precision_plugin.convert_module(module)
-        compat.silence_sync_dist_advice()
         data.share_random_state(self._host_group, 0)
         if self.world_size > 1:
             signals.install(trainer, self._host_group)
@@ -178,7 +177,7 @@ class PipelineStrategy(CheckpointedProcesses):
         if self.num_stages > 1:
             callbacks.insert(0, data.SameRandomState(pipeline.host_group, self.mesh.global_rank(0)))
             callbacks.insert(0, kept.SharesKeptValues(self._share_kept_values))
-        logged.install(trainer, pipeline.metrics, lambda: self.pipeline.metrics)
+        adapters.install(trainer, module, self.mesh, lambda: self.pipeline, self.whole_state_dict)
 
     def _share_kept_values(self) -> None:
         pipeline = self.pipeline
@@ -208,7 +207,8 @@ class PipelineStrategy(CheckpointedProcesses):
         trainer = module.trainer
         window_start = compat.is_window_start(trainer)
         # what this batch makes must not be in .grad yet where zero_grad follows, or where a hook looks at it
-        held_back = window_start or compat.watches(trainer, module, "on_before_backward")
+        skips = compat.skips_backward(trainer)
+        held_back = skips or window_start or compat.watches(trainer, module, "on_before_backward")
         keeps_old = not window_start or compat.watches(trainer, module, "on_before_zero_grad", "optimizer_zero_grad")
         step = pipeline.runner.prepare(
             "training_step",
@@ -221,14 +221,14 @@ class PipelineStrategy(CheckpointedProcesses):
         step.job.loss_scaling = precision.loss_scaling(self.precision_plugin)
         pipeline.gradients.start(
             held_back,
-            keep_old=keeps_old,
-            averages=self.data_parallel_size > 1 and compat.is_window_end(trainer),
+            keep_old=keeps_old or skips,
+            averages=self.data_parallel_size > 1 and compat.is_window_end(trainer) and not skips,
             is_whole=window_start or not held_back,
         )
         with pipeline.runner.running(step), self._explaining():
             results = pipeline.engine.run(step.job)
         with self._explaining():
-            pipeline.gradients.finish(held_back)
+            pipeline.gradients.finish(held_back, keep=not skips)
             return pipeline.runner.finish(step, results)
 
     @override

@@ -73,8 +73,13 @@ class GradientHold:
         if self._average is not None and self._averages and self._is_whole:
             self._average.start()
 
-    def finish(self, window_start: bool) -> None:
-        """Sum tied gradients over their stages; at a window's start also take everything out of ``.grad``."""
+    def finish(self, window_start: bool, keep: bool = True) -> None:
+        """Sum tied gradients over their stages; at a window's start also take everything out of ``.grad``.
+
+        Args:
+            window_start: As for :meth:`start`.
+            keep: Whether what has been taken out will be handed over.
+        """
         for group, indices in self._by_group.items():
             self._sum_tied(group, [index for index in indices if self._parameters[index].requires_grad])
         for index, before in self._tied_before.items():
@@ -84,7 +89,7 @@ class GradientHold:
         if self._average is not None and self._averages and self._is_whole:
             self._average.finish()
         if window_start:
-            self._held = [parameter.grad for parameter in self._parameters]
+            self._held = [parameter.grad for parameter in self._parameters] if keep else None
             before_all = self._before or [None] * len(self._parameters)
             for parameter, old in zip(self._parameters, before_all, strict=True):
                 parameter.grad = old
