@@ -10,15 +10,17 @@ import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 from torch.optim import lr_scheduler as schedulers
+from torch.utils.data import DataLoader
 
 from lightning_pp import PipelineStrategy, checks
 from tests.launch import run_ranks
-from tests.models import GPT, MLP
+from tests.models import GPT, MLP, regression_data
 from tests.training import QUIET, Outcome, Watcher, assert_same
 
 INF = float("inf")
@@ -45,6 +47,18 @@ class Sequential(MLP):
         parts = [schedulers.LinearLR(optimizer, 0.1, total_iters=2), schedulers.CosineAnnealingLR(optimizer, 4)]
         both = schedulers.SequentialLR(optimizer, parts, milestones=[2])
         return [optimizer], [{"scheduler": both, "interval": "step"}, schedulers.StepLR(optimizer, 1, 0.5)]
+
+
+class SevenBatches(MLP):
+    """Its schedule ticks once per step: neither per micro-batch nor per batch."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+        return [optimizer], [{"scheduler": schedulers.StepLR(optimizer, 1, 0.5), "interval": "step"}]
+
+    @staticmethod
+    def loader() -> Any:
+        return DataLoader(regression_data(), batch_size=3)
 
 
 class HeadOnly(MLP):
@@ -164,8 +178,9 @@ RUNS: dict[str, tuple[type[LightningModule], dict[str, Any]]] = {
     "groups by name": (ByName, {}),
     "groups by name, clipped": (ByName, {"gradient_clip_val": 0.02}),
     "sequential schedulers": (Sequential, {}),
-    "a scheduler ticks per step, not per micro-batch": (ByName, {"accumulate_grad_batches": 2}),
-    "an incomplete window": (Sequential, {"accumulate_grad_batches": 3, "limit_train_batches": 2}),
+    "an incomplete window": (SevenBatches, {"accumulate_grad_batches": 3, "max_epochs": 1}),
+    "windows that change": (SevenBatches, {"callbacks": [GradientAccumulationScheduler({0: 1, 1: 4})]}),
+    "a stage of one activation": (MLP, {"split": ["net.5", "net.6"], "gradient_clip_val": 0.02}),
     "nothing to optimise on some stages": (HeadOnly, {"gradient_clip_val": 0.02}),
     "fused": (Fused, {"gradient_clip_val": 0.02}),
     "warm-up": (WarmUp, {}),
@@ -187,12 +202,12 @@ class RateWatch(Callback):
         self.rates.append([group["lr"] for group in trainer.optimizers[0].param_groups])
 
 
-def train(module: LightningModule, strategy: dict[str, Any] | None, **options: Any) -> Outcome:
+def train(module: LightningModule, strategy: dict[str, Any] | None, split: Any = None, **options: Any) -> Outcome:
     outcome = Outcome()
     if strategy is not None:
-        options |= {"strategy": PipelineStrategy(**strategy), "devices": strategy["stages"]}
-    callbacks = [Watcher(outcome), RateWatch(outcome)]
-    trainer = Trainer(accelerator="cpu", **{"devices": 1, "max_epochs": 2, "callbacks": callbacks, **QUIET, **options})
+        options |= {"strategy": PipelineStrategy(split=split, **strategy), "devices": strategy["stages"]}
+    options["callbacks"] = [Watcher(outcome), RateWatch(outcome), *options.get("callbacks", [])]
+    trainer = Trainer(accelerator="cpu", **{"devices": 1, "max_epochs": 2, **QUIET, **options})
     trainer.fit(module.double(), module.loader())
     outcome.parameters = {n: p.detach().clone() for n, p in module.named_parameters() if not p.is_meta}
     outcome.final = {key: value.item() for key, value in trainer.callback_metrics.items()}
@@ -211,22 +226,18 @@ def run_all(strategy: dict[str, Any] | None) -> dict[str, Outcome]:
     return outcomes
 
 
-@pytest.fixture(scope="module")
-def plain_runs() -> dict[str, Outcome]:
-    return run_ranks(run_all, 1, None)[0]
-
-
-@pytest.mark.parametrize("stages", [2, 3])
-def test_what_is_between_gradients_and_parameters(plain_runs: dict[str, Outcome], stages: int) -> None:
-    ranks = run_ranks(run_all, stages, {"stages": stages, "microbatches": 3})
+def test_what_is_between_gradients_and_parameters() -> None:
+    plain_runs = run_ranks(run_all, 1, None)[0]
+    ranks = run_ranks(run_all, 3, {"stages": 3, "microbatches": 3})
     for name, reference in plain_runs.items():
         for outcomes in ranks:
             assert outcomes[name].extra["rates"] == reference.extra["rates"], name
             assert outcomes[name].extra["seen"] == pytest.approx(reference.extra["seen"], abs=1e-9), name
             assert outcomes[name].extra["seen"] == ranks[0][name].extra["seen"], "the same bits on all ranks"
         assert_same(reference, [outcomes[name] for outcomes in ranks])
-    assert plain_runs["an incomplete window"].global_step == 2
-    assert plain_runs["norms"].extra["seen"]
+    assert plain_runs["an incomplete window"].global_step == 3
+    assert plain_runs["an incomplete window"].extra["rates"][-2:] == [[0.025], [0.0125]]
+    assert plain_runs["windows that change"].global_step == 7 + 2
 
 
 class WithOptimizer(MLP):
@@ -324,9 +335,11 @@ def test_stages_that_clip_by_other_parameters_are_told_so(cls: type[LightningMod
 
 
 def failing_fit(cls: type[LightningModule]) -> str:
+    untouched = torch.nn.utils.clip_grad._get_total_norm, torch.nn.utils.clip_grad._clip_grads_with_norm_
     try:
         train(cls(), {"stages": int(os.environ["WORLD_SIZE"]), "microbatches": 2}, precision="64-true")
     except Exception as error:
+        assert untouched == (torch.nn.utils.clip_grad._get_total_norm, torch.nn.utils.clip_grad._clip_grads_with_norm_)
         return f"{type(error).__name__}: {error}"
     return "not refused"
 

@@ -10,6 +10,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
@@ -17,7 +18,8 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from lightning_pp import PipelineStrategy, precision
 from tests.launch import run_ranks
-from tests.models import GPT, MLP
+from tests.models import GPT, MLP, MODELS
+from tests.test_replicas import assert_union, side_by_side
 from tests.training import QUIET, Outcome, Watcher, assert_same
 
 #: small enough not to overflow by itself, so that it is the tests that say when; grows after two steps
@@ -122,8 +124,10 @@ RUNS: dict[str, tuple[type[LightningModule], dict[str, Any]]] = {
 class ScaleWatch(Callback):
     """Notes after each batch the scale, whether parameters moved, the rate and the gradient norm of the step."""
 
-    def __init__(self, outcome: Outcome) -> None:
-        self.seen = outcome.extra
+    outcome: Outcome
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.seen = self.outcome.extra
         self.seen |= {"scales": [], "moved": [], "rates": [], "losses": []}
         self.before: list[Tensor] = []
 
@@ -144,12 +148,14 @@ class ScaleWatch(Callback):
 def trainer_for(outcome: Outcome, strategy: dict[str, Any] | None, **options: Any) -> Trainer:
     if strategy is not None:
         options["strategy"] = PipelineStrategy(**strategy)
+    watch = ScaleWatch()
+    watch.outcome = outcome
     plugin = MixedPrecision("16-mixed", "cpu", scaler=GradScaler("cpu", **SCALER))
     return Trainer(
         accelerator="cpu",
         devices=strategy["stages"] if strategy is not None else 1,
         plugins=[plugin],
-        callbacks=[Watcher(outcome), ScaleWatch(outcome)],
+        callbacks=[Watcher(outcome), watch],
         **{"max_epochs": 2, **QUIET, **options},
     )
 
@@ -187,7 +193,7 @@ def test_the_plain_runs_skip_steps(plain_runs: dict[str, Outcome]) -> None:
     assert all(False in outcome.extra["moved"] for outcome in plain_runs.values())
 
 
-@pytest.mark.parametrize(("stages", "microbatches"), [(2, 1), (2, 3), (3, 4)])
+@pytest.mark.parametrize(("stages", "microbatches"), [(2, 1), (3, 4)])
 def test_one_decision_for_all_stages(plain_runs: dict[str, Outcome], stages: int, microbatches: int) -> None:
     ranks = run_ranks(run_all, stages, {"stages": stages, "microbatches": microbatches})
     for name, reference in plain_runs.items():
@@ -231,6 +237,38 @@ def test_the_scale_is_saved_and_restored(tmp_path: Path) -> None:
             assert outcome.extra["scales"] == reference.extra["scales"]
             for name, found in outcome.parameters.items():
                 assert torch.equal(found, reference.parameters[name])
+
+
+class OverflowsOnOneReplica(Overflowing):
+    """On one stage of one pipeline; and the norm of the others' share is its own."""
+
+    overflows_in = (1, 2)
+
+    def change(self, grad: Tensor) -> Tensor:
+        return super().change(grad) if getattr(self.trainer.strategy, "data_parallel_rank", 0) == 0 else grad
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        norm = getattr(self.trainer.strategy, "grad_norm", None)
+        total = norm(1) if norm is not None else grad_norm(self, 1).get("grad_1.0_norm_total")
+        self.log("norm", total.nan_to_num(posinf=0.0))
+
+
+MODELS["OverflowsOnOneReplica"] = OverflowsOnOneReplica
+
+
+def test_one_decision_for_all_replicas() -> None:
+    plugin = MixedPrecision("16-mixed", "cpu", scaler=GradScaler("cpu", **SCALER))
+    options: dict[str, Any] = {
+        "callbacks": (ScaleWatch,),
+        "trainer": {"precision": None, "plugins": [plugin], "gradient_clip_val": 0.1},
+    }
+    reference, found = side_by_side("OverflowsOnOneReplica", 2, 2, microbatches=2, **options)
+    assert reference.extra["moved"] == [True, False, False, True, True, True]
+    for outcome in found:
+        assert outcome.extra["scales"] == reference.extra["scales"]
+        assert outcome.extra["moved"] == reference.extra["moved"]
+        assert outcome.final["norm"] == found[0].final["norm"]
+    assert_union(reference, found, 2, tolerance=5e-3)
 
 
 class DtypeWatch(Callback):
