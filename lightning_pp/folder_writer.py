@@ -8,7 +8,7 @@ ordinary file of a folder.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +80,7 @@ def save(
     path: Path,
     items: dict[_Path, Any] | None,
     aliases: Mapping[_Path, _Path],
+    order: Sequence[_Path],
     metadata: Mapping[str, Any],
 ) -> None:
     """Write a folder together; it takes the place of what is at ``path`` once it is complete.
@@ -89,6 +90,7 @@ def save(
         path: The same on all ranks, on a file system that all of them see.
         items: What this rank gives; None for one that gives nothing.
         aliases: Further places of what is written once.
+        order: Places, or what they begin with, in the order that an ordinary file has; of the writer.
         metadata: What goes into ``meta.pt``; of the writer.
     """
     partial = beside(path, "partial")
@@ -111,7 +113,9 @@ def save(
             if failure is not None:
                 raise OSError(f"rank {rank}: {failure}")
         assert whole is not None
-        storage.finish(whole, [*(done for done, _ in gathered), _add_aliases(whole, gathered, aliases)])
+        further = _add_aliases(whole, gathered, aliases)
+        _sort(whole, order)
+        storage.finish(whole, [*(done for done, _ in gathered), further])
         torch.save(dict(metadata), partial / METADATA)
         sync_file(partial / METADATA)
         replace(partial, path)
@@ -158,6 +162,18 @@ def _add_aliases(
                 if result.index.fqn == first:
                     added.append(dataclasses.replace(result, index=dataclasses.replace(result.index, fqn=alias)))
     return added
+
+
+def _sort(metadata: Metadata, order: Sequence[_Path]) -> None:
+    """Put the values in the order in which one process would have written them."""
+    places = {path: number for number, path in enumerate(order)}
+
+    def place(name: str) -> int:
+        path = metadata.planner_data[name]
+        return next((places[path[:n]] for n in range(len(path), 0, -1) if path[:n] in places), len(places))
+
+    names = sorted(metadata.state_dict_metadata, key=place)
+    metadata.state_dict_metadata = {name: metadata.state_dict_metadata[name] for name in names}
 
 
 def _attempt(action: Callable[[], Any]) -> tuple[Any, str | None]:

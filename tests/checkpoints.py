@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -50,6 +50,29 @@ class Dropping(UntiedDropoutGPT):
         self.double()
 
     batches = staticmethod(Scheduled.batches)
+
+
+class Resumable:
+    """A loader that knows where it is, so that a resumed run goes on with the next batch."""
+
+    def __init__(self, batches: list[Any]) -> None:
+        self.batches = batches
+        self.position = 0
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Any:
+        self.position %= len(self)  # the loop does not ask for more than it wants
+        while self.position < len(self):
+            self.position += 1
+            yield self.batches[self.position - 1]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.position = state["position"]
 
 
 class Counter(Callback):
@@ -116,20 +139,35 @@ def train(
         # together the processes see the samples that the plain run sees in a step; Lightning would shuffle
         options["use_distributed_sampler"] = False
         rank = int(os.environ["LOCAL_RANK"])
-        data: Any = loader.dataset
-        sampler = DistributedSampler(data, replicas, rank % replicas, shuffle=False)
-        loader = DataLoader(data, batch_size=10 // replicas, sampler=sampler)
+        samples: Any = loader.dataset
+        sampler = DistributedSampler(samples, replicas, rank % replicas, shuffle=False)
+        loader = DataLoader(samples, batch_size=10 // replicas, sampler=sampler)
     trainer = Trainer(
         accelerator="cpu", precision="64-true", max_epochs=2, **options, **QUIET,
         callbacks=[Counter(), SaveAt(4, f"{folder}/mid.ckpt"), *callbacks],
     )  # fmt: skip
-    trainer.fit(module, loader, ckpt_path=resume)
+    data: Any = Resumable(list(loader)) if model == "Dropping" else loader
+    trainer.fit(module, data, ckpt_path=resume)
     trainer.save_checkpoint(f"{folder}/end.ckpt")
     return trainer
 
 
+def train_all(runs: list[tuple[str, str, dict[str, Any]]]) -> None:
+    """Train once after the other in the same processes; each as (kind, folder, further arguments of ``train``)."""
+    for kind, folder, options in runs:
+        train(kind, folder, **options)
+
+
 def load(path: str | Path) -> Any:
     return torch.load(path, weights_only=False, map_location="cpu")
+
+
+def by_number(state: dict[str, Any]) -> dict[str, Any]:
+    """An optimizer's state with numbers for parameters, which folders know by name."""
+    names = [name for group in state["param_groups"] for name in group["params"]]
+    numbers = {name: number for number, name in enumerate(names)}
+    groups = [{**group, "params": [numbers[name] for name in group["params"]]} for group in state["param_groups"]]
+    return {"state": {numbers[name]: value for name, value in state["state"].items()}, "param_groups": groups}
 
 
 def assert_alike(ours: Any, theirs: Any, where: str = "", in_order: bool = True) -> None:
@@ -152,6 +190,3 @@ def assert_alike(ours: Any, theirs: Any, where: str = "", in_order: bool = True)
         assert abs(ours - theirs) <= TOLERANCE, f"{where}: {ours} instead of {theirs}"
     else:
         assert ours == theirs, f"{where}: {ours} instead of {theirs}"
-
-
-__all__ = ["Counter", "LightningModule", "SaveAt", "Scheduled", "assert_alike", "load", "train"]
