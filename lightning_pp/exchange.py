@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +18,8 @@ def exchange(
     """Give parameters and buffers other values, another device, or both.
 
     A tensor stays the object that it is, so that a list of parameters that the user keeps goes on to hold them. Where
-    something holds a weak reference to it (torch's recurrent layers do), torch cannot do that; then another object
-    takes its place in the module and in the optimizers.
+    something holds a weak reference to it, torch cannot do that; then another object takes its place in the module and
+    in the optimizers, and what gives up its memory does so whoever holds it.
 
     Args:
         model: Whose tensors.
@@ -26,16 +27,22 @@ def exchange(
         replacement: Gives the new tensor for a name and the present one, or None to leave it.
     """
     others: dict[int, Tensor] = {}
-    for name, tensor in list(named_tensors(model)):
-        new = replacement(name, tensor)
-        if new is not None:
-            new = _dressed(new, tensor)
-            try:
-                swap(tensor, new)
-            except RuntimeError:
-                others[id(tensor)] = new
-    if not others:
-        return
+    with _without_weak_references(model):
+        for name, tensor in list(named_tensors(model)):
+            new = replacement(name, tensor)
+            if new is not None:
+                new = _dressed(new, tensor)
+                try:
+                    swap(tensor, new)
+                except RuntimeError:
+                    others[id(tensor)] = new
+                    if new.is_meta:
+                        tensor.data = tensor.data.new_empty(0)
+    if others:
+        _put(model, optimizers, others)
+
+
+def _put(model: nn.Module, optimizers: Iterable[Optimizer], others: dict[int, Tensor]) -> None:
     for module in model.modules():
         for key, parameter in list(module._parameters.items()):
             if id(parameter) in others:
@@ -63,6 +70,19 @@ def named_tensors(model: nn.Module, every_name: bool = False) -> Iterator[tuple[
 def absent(tensor: Tensor) -> Tensor:
     """``tensor`` without its memory."""
     return torch.empty_like(tensor, device="meta")
+
+
+@contextmanager
+def _without_weak_references(model: nn.Module) -> Iterator[None]:
+    """Let recurrent layers look away: they refer to their weights in a second, weak way, as ``Module.to`` knows too."""
+    layers = [module for module in model.modules() if isinstance(module, nn.RNNBase)]
+    for layer in layers:
+        layer._flat_weight_refs = []
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._init_flat_weights()
 
 
 def _dressed(new: Tensor, old: Tensor) -> Tensor:

@@ -70,8 +70,8 @@ class Ownership:
         if gone:
             name = type(self.model).__name__
             raise MisconfigurationException(
-                f"{name}.configure_model has built {gone[0]!r} anew, which an earlier run has trained. Lightning calls it"
-                " before every run: build only what is not there yet (`if self.layer is not None: return`)."
+                f"{name}.configure_model has built {gone[0]!r} anew, which an earlier run has trained. Lightning calls"
+                " it before every run: build only what is not there yet (`if self.layer is not None: return`)."
             )
 
     def unmark(self) -> None:

@@ -1,6 +1,7 @@
 """Names that Lightning and torch do not promise: each test says which one has moved."""
 
 import inspect
+from typing import Any
 import signal
 
 import pytest
@@ -10,6 +11,7 @@ from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization
+from lightning.pytorch.trainer.states import TrainerStatus
 
 from lightning_pp import compat
 
@@ -114,3 +116,37 @@ def test_where_a_grad_scaler_looks_for_overflows(fused: bool) -> None:
     scaler.update()
     assert torch.equal(parameter, torch.ones(4))
     assert scaler.get_scale() == 2.0
+
+
+def test_a_module_knows_its_trainer_and_whether_it_is_at_work() -> None:
+    module, trainer = LightningModule(), Trainer(logger=False, enable_checkpointing=False, accelerator="cpu")
+    assert not compat.is_running(None)
+    assert not compat.is_running(module)
+    module._trainer = trainer
+    assert not compat.is_running(module)
+    trainer.state.status = TrainerStatus.RUNNING
+    assert compat.is_running(module)
+
+
+def test_what_a_tensor_carries_when_it_is_exchanged() -> None:
+    layer, parameter = torch.nn.LSTM(2, 3), torch.nn.Parameter(torch.ones(2))
+    assert len(layer._flat_weight_refs) == 4
+    layer._flat_weight_refs = []
+    layer._init_flat_weights()
+    assert layer._flat_weight_refs[0]() is layer.weight_ih_l0
+    parameter.register_hook(lambda grad: None)
+    parameter.register_post_accumulate_grad_hook(lambda tensor: None)
+    assert len(parameter._backward_hooks) == len(parameter._post_accumulate_grad_hooks) == 1
+
+
+def test_initialisers_that_look_for_meta_ask_the_property() -> None:
+    asked = []
+
+    class Mode(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            asked.append(func == torch.Tensor.is_meta.__get__)
+            return func(*args, **(kwargs or {}))
+
+    with Mode():
+        assert not torch.ones(1).is_meta
+    assert asked[-1]

@@ -1,8 +1,10 @@
 """Models that start without memory: the initial weights of the plain run, each stage's part only on its own process."""
 
+import gc
 import os
 import re
 import warnings
+import weakref
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,9 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_pp import PipelineStrategy
 from tests.launch import run_ranks
@@ -193,6 +197,24 @@ def test_recomputed_and_dropped_activations_of_layers_that_begin_without_memory(
     assert_same(alone, run_ranks(run, 2, "Late", "hook", 2, strategy=strategy))
 
 
+def test_a_checkpoint_of_such_a_model_loads_without_a_trainer(tmp_path: Path) -> None:
+    path = str(tmp_path / "late.ckpt")
+    trained = whole(run_ranks(run, 2, "Smooth", "hook", 2, epochs=1, save=path))
+    loaded = dict(Smooth.load_from_checkpoint(path).named_parameters())
+    assert loaded.keys() == trained.keys()
+    for name, expected in trained.items():
+        assert torch.equal(loaded[name], expected.float()), name
+
+
+@pytest.mark.parametrize(("name", "how"), [("Smooth", "hook"), ("Twisted", "context")])
+def test_initial_weights_have_the_precision_that_they_would_have(name: str, how: str) -> None:
+    options = {"epochs": 0, "precision": "bf16-true"}
+    (expected,) = run_ranks(run, 1, name, how, **options)
+    for name, parameter in whole(run_ranks(run, 2, name, how, 2, **options)).items():
+        assert parameter.dtype == expected.parameters[name].dtype
+        assert torch.equal(parameter, expected.parameters[name]), name
+
+
 def test_a_module_under_init_module_begins_as_one_that_is_built_always() -> None:
     assert_same(plain("MLP", "context"), run_ranks(run, 2, "MLP", "context", 2))
 
@@ -290,3 +312,121 @@ def test_a_checkpoint_brings_the_values_that_nothing_else_says(tmp_path: Path) -
         assert "Missing key" in said
     for said in run_ranks(attempt, 1, "Bare", str(tmp_path / "part.ckpt"), strict=False):
         assert said.startswith("MisconfigurationException: table is on the meta device")
+
+
+class Constant(nn.Linear):
+    """Nothing to draw: that would take the most time."""
+
+    def reset_parameters(self) -> None:
+        nn.init.constant_(self.weight, 1 / self.in_features)
+
+
+class Wide(LightningModule):
+    """About 400 MB of parameters, and almost nothing to compute."""
+
+    def __init__(self, width: int = 2560, depth: int = 16) -> None:
+        super().__init__()
+        self.width, self.depth = width, depth
+        self.layers: Any = None
+
+    def configure_model(self) -> None:
+        if self.layers is None:
+            kinds = [nn.Linear if index % 4 == 1 else Constant for index in range(self.depth)]
+            self.layers = nn.Sequential(*(kind(self.width, self.width, bias=False) for kind in kinds))
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("loss", self.layers(batch[0]).mean())
+
+    def loader(self) -> Any:
+        return DataLoader(TensorDataset(torch.ones(1, self.width)))
+
+
+class ResidentBytes:
+    """How much more memory a process has held at most than it held at the start."""
+
+    def __init__(self) -> None:
+        Path("/proc/self/clear_refs").write_text("5")  # the highest so far is forgotten
+        self.start = self.read("VmRSS")
+
+    def growth(self) -> int:
+        return self.read("VmHWM") - self.start
+
+    @staticmethod
+    def read(key: str) -> int:
+        (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key))
+        return int(line.split()[1]) * 1024
+
+
+def measured(stages: int | None) -> tuple[int, float]:
+    strategy = {} if stages is None else {"strategy": PipelineStrategy(microbatches=1)}
+    trainer = Trainer(accelerator="cpu", devices=stages or 1, **strategy, **QUIET)
+    module = Wide()
+    torch.manual_seed(2)
+    resident = ResidentBytes()
+    (metrics,) = trainer.validate(module, module.loader(), verbose=False)
+    return resident.growth(), metrics["loss"]
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="memory is read from Linux' /proc")
+def test_a_process_holds_its_share_of_the_model_and_little_more() -> None:
+    size = 16 * 2560 * 2560 * 4
+    ((whole_model, loss),) = run_ranks(measured, 1, None)
+    assert whole_model > size
+    for growth, found in run_ranks(measured, 4, 4):
+        assert growth < 0.45 * size, f"{growth / size:.0%} of the model"
+        assert growth > 0.2 * size
+        assert abs(found - loss) < 1e-6
+
+
+class Watched(MLP):
+    """Real weights, of which everything keeps hold: an optimizer with state, a list, hooks, a recurrent layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(8, 8, batch_first=True)
+        self.register_buffer("table", torch.ones(8))
+
+    def loss(self, batch: Any) -> Tensor:
+        x, y = batch
+        return F.mse_loss(self.net(self.lstm(x.unsqueeze(1))[0].squeeze(1) * self.table), y)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adagrad(self.parameters(), 0.1)
+
+
+def released() -> dict[str, Any]:
+    """Which storages live on after the cut, and what the hooks saw."""
+    module, calls = Watched(), []
+    weak = weakref.ref(module.net[6].weight)  # then another object must take its place
+    module.kept = [parameter for parameter in module.parameters() if parameter is not weak()]
+    module.net[4].weight.register_hook(lambda grad: calls.append("net.4.weight"))
+    module.net[0].weight.register_post_accumulate_grad_hook(lambda parameter: calls.append("net.0.weight"))
+    storages = {name: StorageWeakRef(parameter.untyped_storage()) for name, parameter in module.named_parameters()}
+    trainer = Trainer(accelerator="cpu", devices=2, strategy=PipelineStrategy(), max_epochs=1, **QUIET)
+    trainer.fit(module, module.loader())
+    (optimizer,) = trainer.strategy.optimizers
+    gc.collect()
+    return {
+        "alive": {name for name, storage in storages.items() if not storage.expired()},
+        "here": {name for name, parameter in module.named_parameters() if not parameter.is_meta},
+        "kept": {id(parameter) for parameter in module.kept} - {id(parameter) for parameter in module.parameters()},
+        "state": len(optimizer.state),
+        "calls": set(calls),
+        "recorded": len(trainer.strategy._construction._recording._entries),  # type: ignore[attr-defined]
+    }
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_nothing_holds_on_to_what_other_stages_own(rank: int) -> None:
+    result = released_on_both()[rank]
+    assert result["alive"] == result["here"]
+    assert 0 < len(result["here"]) < 12
+    assert result["state"] == len(result["here"])
+    assert result["calls"] == result["here"] & {"net.0.weight", "net.4.weight"}
+    assert not result["kept"]
+    assert result["recorded"] == 0
+
+
+@cache
+def released_on_both() -> list[dict[str, Any]]:
+    return run_ranks(released, 2)
