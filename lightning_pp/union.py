@@ -39,10 +39,11 @@ def over_replicas(logs: Sequence[Log], replicas: Replicas, weight: float, size: 
         return []
     else:
         everyone = _travelled(logs, replicas, device)
-    grouped: dict[str, list[tuple[int, Log]]] = {}
+    grouped: dict[tuple[str, int], list[tuple[int, Log]]] = {}
     for replica, own in enumerate(everyone):
-        for log in own:
-            grouped.setdefault(log[0], []).append((replica, log))
+        names = [name for name, _, _ in own]
+        for position, log in enumerate(own):  # a name may be logged several times
+            grouped.setdefault((log[0], names[:position].count(log[0])), []).append((replica, log))
     return [_merged(shares, [row[1] for row in rows], [row[2] for row in rows]) for shares in grouped.values()]
 
 

@@ -124,6 +124,13 @@ def _monitored(found: list[Callback]) -> Any:
     return [stopping.stopped_epoch, float(stopping.best_score), rates.lrs, rates.last_momentum_values]
 
 
+def _found_rates(found: list[Callback]) -> Any:
+    finder = found[0]
+    assert isinstance(finder, LearningRateFinder)
+    assert finder.optimal_lr is not None
+    return [finder.optimal_lr.results, finder.optimal_lr.suggestion(2)]
+
+
 ROWS: dict[str, Row] = {
     "monitors": Row(
         Scheduled, _monitors, _monitored, {"max_epochs": 6, "enable_progress_bar": True, "log_every_n_steps": 1}
@@ -132,9 +139,7 @@ ROWS: dict[str, Row] = {
     "part of a backbone": Row(Backbone, lambda: [UnfreezesTail()]),
     "stochastic average": Row(MLP, lambda: [StochasticWeightAveraging(0.02, swa_epoch_start=1, annealing_epochs=2)]),
     "with batch norm": Row(Normed, lambda: [StochasticWeightAveraging(0.02, swa_epoch_start=2)], microbatches=1),
-    "learning rate": Row(
-        Scheduled, lambda: [LearningRateFinder(num_training_steps=12)], lambda found: found[0].optimal_lr.results
-    ),
+    "learning rate": Row(Scheduled, lambda: [LearningRateFinder(num_training_steps=12)], _found_rates),
 }
 if hasattr(pl_callbacks, "WeightAveraging"):
     ROWS["average"] = Row(MLP, lambda: [pl_callbacks.WeightAveraging()])

@@ -1,6 +1,9 @@
 """Everything that can be logged: the plain run's values on all ranks, at every batch and at the end."""
 
 import csv
+import os
+import tempfile
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -252,7 +255,16 @@ class Snapshots(Callback):
         self.note(trainer)
 
 
-def log(cls: type[Labelled], stages: int, microbatches: int, loaders: int, **options: Any) -> Any:
+def _share(loader: DataLoader[Any], replicas: int) -> DataLoader[Any]:
+    """Every so manieth sample of each batch."""
+    first = int(os.environ["LOCAL_RANK"]) % replicas
+    batches = [[tensor[first::replicas] for tensor in batch] for batch in loader]
+    return DataLoader(batches, batch_size=None)  # type: ignore[arg-type]
+
+
+def log(
+    cls: type[Labelled], stages: int, microbatches: int, loaders: int, replicas: int = 1, **options: Any
+) -> list[dict[str, float]]:
     torch.manual_seed(5)
     module = cls()
     snapshots = Snapshots()
@@ -260,14 +272,15 @@ def log(cls: type[Labelled], stages: int, microbatches: int, loaders: int, **opt
         options["strategy"] = PipelineStrategy(stages=stages, microbatches=microbatches)
     trainer = Trainer(
         accelerator="cpu",
-        devices=options.pop("devices", max(stages, 1)),
+        devices=max(stages, 1) * replicas,
         precision="64-true",
         max_epochs=2,
         callbacks=[CountsBatches(), snapshots],
+        use_distributed_sampler=False,
         **{**QUIET, "enable_progress_bar": True, "log_every_n_steps": 2, **options},
     )
-    validation = [cls.loader(seed, 11) for seed in range(loaders)]
-    trainer.fit(module, cls.loader(), validation or None)
+    validation = [_share(cls.loader(seed, 11), replicas) for seed in range(loaders)]
+    trainer.fit(module, _share(cls.loader(), replicas), validation or None)
     if loaders:
         snapshots.seen += trainer.validate(module, validation, verbose=False)
     return snapshots.seen
@@ -285,14 +298,35 @@ def assert_same_values(found: list[Any], expected: list[Any]) -> None:
     for number, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
         assert ours.keys() == theirs.keys(), f"snapshot {number}"
         for name, value in theirs.items():
-            close = ours[name] == (value if value is None else pytest.approx(value, abs=1e-9, nan_ok=True))
-            assert close, f"{name} in snapshot {number}"
+            wanted = value if value is None else pytest.approx(value, abs=1e-9, nan_ok=True)
+            assert ours[name] == wanted, f"{name} in snapshot {number}"
+
+
+@cache
+def plainly(cls: type[Labelled]) -> tuple[Any, Any]:
+    """What the run without the strategy shows and writes."""
+    with tempfile.TemporaryDirectory() as folder:
+        (seen,) = run_ranks(log, 1, cls, 0, 1, 2, logger=CSVLogger(folder))
+        return seen, rows_written(Path(folder))
 
 
 @pytest.mark.parametrize("cls", [ValidatesMetrics, LogsValues])
 def test_everything_that_can_be_logged(cls: type[Labelled], tmp_path: Path) -> None:
     """Metrics called, logged and computed in every way; values logged with every option in every hook."""
-    (expected,) = run_ranks(log, 1, cls, 0, 1, 2, logger=CSVLogger(tmp_path / "plain"))
-    for found in run_ranks(log, 2, cls, 2, 5, 2, logger=CSVLogger(tmp_path / "piped")):
+    expected, rows = plainly(cls)
+    for found in run_ranks(log, 2, cls, 2, 5, 2, logger=CSVLogger(tmp_path)):
         assert_same_values(found, expected)
-    assert_same_values(rows_written(tmp_path / "piped"), rows_written(tmp_path / "plain"))
+    assert_same_values(rows_written(tmp_path), rows)
+
+
+@pytest.mark.parametrize("cls", [ValidatesMetrics, LogsValues])
+def test_side_by_side(cls: type[Labelled]) -> None:
+    """Two pipelines of two stages: values of both batches, but for what steps compute so far and what hooks log."""
+    own = {"so_far", "seen", "seen_at_validation"}
+    expected, _ = plainly(cls)
+    for found in run_ranks(log, 4, cls, 2, 3, 2, replicas=2):
+        ours, theirs = (
+            [{k: v for k, v in one.items() if k not in own and not k.startswith("in_")} for one in each]
+            for each in (found, expected)
+        )
+        assert_same_values(ours, theirs)
