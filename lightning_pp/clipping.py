@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.nn.utils import clip_grad
 
+from lightning_pp.collective import all_reduce
 from lightning_pp.norms import StageNorms
 
 __all__: list[str] = []
@@ -141,5 +141,5 @@ class StageClipping:
         """What each stage says."""
         said = torch.zeros(self._norms.mesh.num_stages, 2, dtype=torch.int64)
         said[self._norms.mesh.position] = torch.tensor([kind, digest])
-        dist.all_reduce(said, group=self._host_group)
+        all_reduce(said, self._host_group)
         return said.tolist()

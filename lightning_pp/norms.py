@@ -7,12 +7,12 @@ from functools import reduce
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 # these two themselves, whatever stands in their modules while a pipeline trains
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from lightning_pp.collective import all_reduce
 from lightning_pp.ownership import Ownership
 from lightning_pp.runtime.mesh import Mesh
 
@@ -57,7 +57,7 @@ class StageNorms:
         # each stage fills its own place, so that the sum is exact, keeps nan, and is the same everywhere
         norms = torch.zeros(self.mesh.num_stages, dtype=torch.float64, device=self.device)
         norms[self.mesh.position] = here
-        dist.all_reduce(norms, group=self._group)
+        all_reduce(norms, self._group)
         total: Tensor = torch.linalg.vector_norm(norms, norm_type)
         return total.to(self.dtype)
 

@@ -18,6 +18,8 @@ from torch.cpu.amp.grad_scaler import GradScaler as CpuScaler
 from torch.cuda.amp.grad_scaler import GradScaler as CudaScaler
 from torch.optim import Optimizer
 
+from lightning_pp.collective import all_reduce
+
 __all__: list[str] = []
 
 _SEARCH = "_unscale_grads_"
@@ -46,7 +48,7 @@ def agree(scaler: GradScaler, group: Any) -> None:
         overflow = found_inf.clone()  # zero, and all that a stage without gradients has
         for here in found.values():
             overflow = torch.maximum(overflow, here.to(overflow.device))
-        dist.all_reduce(overflow, dist.ReduceOp.MAX, group=group)
+        all_reduce(overflow, group, dist.ReduceOp.MAX)
         return {overflow.device: overflow}
 
     vars(scaler)[_SEARCH] = search_all_stages

@@ -22,19 +22,18 @@ from typing_extensions import override
 from lightning_pp import adapters, checks, compat, data, failure, kept, precision, signals
 from lightning_pp.arguments import Arguments
 from lightning_pp.materialise import Construction
-from lightning_pp.norms import StageNorms
+from lightning_pp.optimizing import OptimizingProcesses
 from lightning_pp.ownership import Ownership
 from lightning_pp.pipeline import Pipeline
 from lightning_pp.runtime.comm import job_store
 from lightning_pp.runtime.rng import run_seed
-from lightning_pp.state import CheckpointedProcesses
 
 __all__: list[str] = []
 
 _Context = Callable[[], AbstractContextManager[None]]
 
 
-class PipelineStrategy(CheckpointedProcesses):
+class PipelineStrategy(OptimizingProcesses):
     """Trains a LightningModule, as it is, in pipeline stages over several processes.
 
     Every process runs the module's own ``training_step`` with the layers of other stages switched off, on one
@@ -98,7 +97,6 @@ class PipelineStrategy(CheckpointedProcesses):
         self._pipeline: Pipeline | None = None
         self._is_cutting = False
         self._construction = Construction()
-        self._agreement: precision.StepAgreement | None = None
 
     # -- start-up ---------------------------------------------------------------------------------------------------
 
@@ -170,8 +168,7 @@ class PipelineStrategy(CheckpointedProcesses):
         pipeline.cut(name, first, self._contexts()[name], self.optimizers, self._construction)
         if name == "training_step":
             checks.warn_about_batch_norm(module, self.arguments.num_microbatches(self.num_stages), rank_zero_warn)
-            norms = StageNorms(pipeline.ownership, self.mesh, pipeline.group, self.root_device)
-            self._agreement = precision.StepAgreement(self.precision_plugin, norms, pipeline.group, pipeline.host_group)
+            self._agree_on_steps(pipeline)
         callbacks = compat.callbacks(trainer)
         callbacks[:] = [c for c in callbacks if not isinstance(c, (data.SameRandomState, kept.SharesKeptValues))]
         if self.num_stages > 1:
@@ -264,41 +261,6 @@ class PipelineStrategy(CheckpointedProcesses):
         self._check_hooks("on_before_backward", "on_after_backward")
         return closure_loss
 
-    @override
-    def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        result = super().optimizer_step(optimizer, *args, **kwargs)
-        self._check_hooks("on_before_optimizer_step", "configure_gradient_clipping", "optimizer_step")
-        return result
-
-    def grad_norm(self, norm_type: float = 2.0, optimizer: Optimizer | None = None) -> Tensor:
-        """The norm of the gradients of all stages, as if they were one vector; equal on all ranks.
-
-        Call it on every rank, in hooks between the backward pass and the optimizer's step: in
-        ``on_before_optimizer_step`` gradients have not been clipped yet.
-
-        Args:
-            norm_type: Order of the norm; positive, ``float("inf")`` included.
-            optimizer: Whose parameters count; None takes all of the module's.
-
-        Returns:
-            A tensor with one number.
-
-        Raises:
-            ValueError: ``norm_type`` is not positive.
-            RuntimeError: No training is under way.
-        """
-        if self._agreement is None:
-            raise RuntimeError("There are gradients to take the norm of only while the Trainer fits.")
-        plugin = self.precision_plugin
-        parameters = self._module().parameters() if optimizer is None else plugin.main_params(optimizer)
-        return self._agreement.norms.total(parameters, norm_type)
-
-    def _check_hooks(self, *hooks: str) -> None:
-        """Where the user's code may have clipped, see whether it did so on all stages."""
-        module = self._module()
-        if self._agreement is not None and compat.watches(module.trainer, module, *hooks):
-            self._agreement.check()
-
     def _contexts(self) -> dict[str, _Context]:
         plugin = self.precision_plugin
         return {
@@ -328,9 +290,6 @@ class PipelineStrategy(CheckpointedProcesses):
 
     @override
     def teardown(self) -> None:
-        if self._agreement is not None:
-            self._agreement.release()
-            self._agreement = None
         if self._pipeline is not None:
             self._pipeline.close()
         if self._has_failed:

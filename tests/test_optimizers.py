@@ -227,8 +227,8 @@ def run_all(strategy: dict[str, Any] | None) -> dict[str, Outcome]:
 
 
 def test_what_is_between_gradients_and_parameters() -> None:
-    plain_runs = run_ranks(run_all, 1, None)[0]
-    ranks = run_ranks(run_all, 3, {"stages": 3, "microbatches": 3})
+    plain_runs = run_ranks(run_all, 1, None, timeout=100)[0]
+    ranks = run_ranks(run_all, 3, {"stages": 3, "microbatches": 3}, timeout=100)
     for name, reference in plain_runs.items():
         for outcomes in ranks:
             assert outcomes[name].extra["rates"] == reference.extra["rates"], name
@@ -297,7 +297,7 @@ def test_every_optimizer_of_torch(tmp_path: Path) -> None:
     for folder in ("plain", "piped"):
         (tmp_path / folder).mkdir()
     plain = run_ranks(run_optimizers, 1, None, str(tmp_path / "plain"))[0]
-    ranks = run_ranks(run_optimizers, 2, {"stages": 2, "microbatches": 3}, str(tmp_path / "piped"))
+    ranks = run_ranks(run_optimizers, 2, {"stages": 2, "microbatches": 3}, str(tmp_path / "piped"), timeout=100)
     assert {"Adagrad", "ASGD", "Rprop", "SparseAdam", "Adafactor"} <= plain.keys()
     for name, reference in plain.items():
         assert_same(reference, [outcomes[name] for outcomes in ranks])
@@ -342,6 +342,20 @@ def failing_fit(cls: type[LightningModule]) -> str:
         assert untouched == (torch.nn.utils.clip_grad._get_total_norm, torch.nn.utils.clip_grad._clip_grads_with_norm_)
         return f"{type(error).__name__}: {error}"
     return "not refused"
+
+
+class FailsInHook(MLP):
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        if self.trainer.strategy.stage_index == 1:  # type: ignore[attr-defined]
+            raise KeyError("what the hook was looking for")
+        clip_grad_norm_(self.parameters(), 1.0)
+
+
+def test_a_stage_that_fails_between_backward_and_step() -> None:
+    """The other one waits for its norm, and is told at once."""
+    waiting, failing = run_ranks(failing_fit, 2, FailsInHook)
+    assert failing == "KeyError: 'what the hook was looking for'"
+    assert "The pipeline was stopped by rank 1: KeyError: 'what the hook was looking for'" in waiting
 
 
 def named(name: str, base: type[Optimizer] = torch.optim.SGD) -> type[Optimizer]:
