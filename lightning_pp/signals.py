@@ -15,8 +15,8 @@ from lightning.pytorch import Callback, Trainer
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_pp import compat
-from lightning_pp.runtime.comm import PeerLost
+from lightning_pp import compat, failure
+from lightning_pp.runtime.comm import job_store, losing_peers
 
 __all__: list[str] = []
 
@@ -74,8 +74,6 @@ class AgreedSignals(Callback):
 
 
 def _answer(work: Any, signums: Tensor) -> list[int]:
-    try:
+    with failure.explained(job_store()), losing_peers():
         work.wait()
-    except RuntimeError as error:
-        raise PeerLost(str(error)) from error
     return [int(signum) for signum in signums]

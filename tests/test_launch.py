@@ -2,8 +2,10 @@
 
 import sys
 from types import ModuleType
+from typing import Any
 
 import pytest
+from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_pp import launching
@@ -14,7 +16,7 @@ from tests.program import train
 TWO = {"trainer": {"devices": 2}, "strategy": {"stages": 2, "microbatches": 3}}
 
 
-def places(found: list[dict[str, int]]) -> list[tuple[int, ...]]:
+def places(found: list[dict[str, Any]]) -> list[tuple[int, ...]]:
     return [tuple(one[key] for key in ("rank", "world_size", "stage", "replica")) for one in found]
 
 
@@ -30,6 +32,26 @@ def test_torchrun() -> None:
     launcher = torchrun("--nproc-per-node=2", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0")
     found = results(run(program(TWO, *launcher)))
     assert places(found) == [(0, 2, 0, 0), (1, 2, 1, 0)]
+    assert_same(found, plain())
+
+
+class OtherWayRound(LightningEnvironment):
+    """A cluster of somebody's own, whose ranks are not those that Lightning would count."""
+
+    def global_rank(self) -> int:
+        return 1 - self.local_rank()
+
+    def set_global_rank(self, rank: int) -> None:
+        pass
+
+
+def on_a_cluster_of_ones_own() -> dict[str, Any]:
+    return train({**TWO, "trainer": {"devices": 2, "plugins": [OtherWayRound()]}})
+
+
+def test_ranks_are_those_of_the_cluster_environment() -> None:
+    found = run_ranks(on_a_cluster_of_ones_own, 2)
+    assert places(found) == [(1, 2, 1, 0), (0, 2, 0, 0)]
     assert_same(found, plain())
 
 
