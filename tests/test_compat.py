@@ -1,8 +1,8 @@
 """Names that Lightning and torch do not promise: each test says which one has moved."""
 
 import inspect
-from typing import Any
 import signal
+from typing import Any
 
 import pytest
 import torch
