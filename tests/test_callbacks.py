@@ -1,5 +1,7 @@
 """Lightning's callbacks do in a pipeline what they do without: the same numbers on all ranks, the same checkpoints."""
 
+import io
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -13,6 +15,7 @@ from lightning.pytorch import callbacks as pl_callbacks
 from lightning.pytorch.callbacks import (
     BackboneFinetuning,
     BaseFinetuning,
+    BasePredictionWriter,
     DeviceStatsMonitor,
     EarlyStopping,
     GradientAccumulationScheduler,
@@ -20,18 +23,20 @@ from lightning.pytorch.callbacks import (
     LearningRateFinder,
     LearningRateMonitor,
     ModelCheckpoint,
+    ModelSummary,
     StochasticWeightAveraging,
     ThroughputMonitor,
     Timer,
     TQDMProgressBar,
 )
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.utilities.model_summary import summarize
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_pp import PipelineStrategy
 from tests.launch import run_ranks
-from tests.models import MLP
+from tests.models import GPT, MLP
 from tests.training import QUIET
 
 
@@ -205,3 +210,73 @@ def test_callbacks(name: str, tmp_path: Path) -> None:
             saved["callbacks"] = {k: v for k, v in saved["callbacks"].items() if k.startswith("Stochastic")}
         assert list(ours) == list(theirs)
         close(ours, theirs, file)
+
+
+class Writes(BasePredictionWriter):
+    """Writes into files that do not bear the rank's number."""
+
+    folder: Path
+
+    def write_on_batch_end(self, trainer: Any, module: Any, prediction: Any, indices: Any, *rest: Any) -> None:
+        batch, number, loader = rest
+        with (self.folder / f"{loader}_{number}.pt").open("xb") as file:  # fails where another process has written
+            torch.save([prediction, indices, len(batch[0])], file)
+
+    def write_on_epoch_end(self, trainer: Any, module: Any, predictions: Any, indices: Any) -> None:
+        with (self.folder / "all.pt").open("xb") as file:
+            torch.save([predictions, indices], file)
+
+
+class Predicts(GPT):
+    """Predicts a nested structure, and can be summed up with sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.example_input_array = torch.zeros(2, 7, dtype=torch.long)
+
+    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        logits = self(batch[0])
+        return {"best": logits.argmax(-1), "pair": (logits.mean(), [batch_idx, dataloader_idx])}
+
+
+def show_and_predict(stages: int, folder: Path) -> dict[str, Any]:
+    torch.manual_seed(4)
+    folder.mkdir(exist_ok=True)
+    text = io.StringIO()
+    logging.getLogger("lightning.pytorch").addHandler(logging.StreamHandler(text))
+    writer = Writes("batch_and_epoch")
+    writer.folder = folder
+    options: dict[str, Any] = {**QUIET, "enable_model_summary": True, "callbacks": [writer, ModelSummary(2)]}
+    if stages:
+        options["strategy"] = PipelineStrategy(stages=stages, microbatches=3, split=["blocks.2"])
+    trainer = Trainer(accelerator="cpu", devices=max(stages, 1), precision="64-true", max_epochs=1, **options)
+    module = Predicts()
+    trainer.fit(module, module.loader())
+    predictions = trainer.predict(module, [module.loader(), module.loader()])
+    module.example_input_array = None
+    found = summarize(module, max_depth=-1)
+    counts = [found.total_parameters, found.trainable_parameters, found.model_size, *found.param_nums]
+    return {"predictions": predictions, "counts": counts, "summary": text.getvalue()}
+
+
+def test_summary_and_predictions(tmp_path: Path) -> None:
+    """The whole model's numbers on every rank, with stages; predictions on all ranks, written once."""
+    (expected,) = run_ranks(show_and_predict, 1, 0, tmp_path / "plain")
+    first, last = run_ranks(show_and_predict, 2, 2, tmp_path / "piped")
+    for found in (first, last):
+        close(found["predictions"], expected["predictions"])
+        close(found["counts"], expected["counts"])
+    rows = {}
+    for name, outcome in {"plain": expected, "piped": first}.items():
+        lines = [line.split("|") for line in outcome["summary"].splitlines() if " | " in line]
+        rows[name] = [[cell.strip() for cell in line] for line in lines]
+    assert [row.pop(4) for row in rows["piped"]] == ["Stage", "0-1", "0-1", "0", "0", "1", "1", "1", "0-1"]
+    flops = rows["plain"][0].index("FLOPs")
+    rows["plain"][2][flops] = rows["piped"][2][flops]  # of a list of blocks: Lightning shows none, we those inside
+    assert rows["piped"] == rows["plain"]
+    assert "Total params" in first["summary"]
+    assert "Total params" not in last["summary"]
+    files = sorted(path.name for path in (tmp_path / "plain").iterdir())
+    assert len(files) == 2 * 3 + 1
+    for file in files:
+        close(*(torch.load(tmp_path / name / file, weights_only=False) for name in ("piped", "plain")), file)
