@@ -23,10 +23,11 @@ def train(options: dict[str, Any]) -> dict[str, Any]:
         options: ``strategy`` (arguments, a registered name, or nothing for the plain run), ``trainer`` (arguments),
             ``pause`` (seconds between batches), ``fits`` (how often to fit the same Trainer, with one epoch more
             each time), ``checkpoint`` (to resume from), ``replicas`` (pipelines side by side; the plain run takes their
-            batches together).
+            batches together), ``rescue`` (a folder to save in when training ends early).
     """
     import torch
     from lightning.pytorch import Callback, Trainer
+    from lightning.pytorch.callbacks import OnExceptionCheckpoint
 
     from lightning_pp import PipelineStrategy
     from tests.models import MLP
@@ -53,8 +54,8 @@ def train(options: dict[str, Any]) -> dict[str, Any]:
         enable_progress_bar=False,
         enable_model_summary=False,
         strategy=PipelineStrategy(**strategy) if isinstance(strategy, dict) else strategy,
-        callbacks=[Losses()],
-        **{"devices": 1, "max_epochs": 2, "enable_checkpointing": False, **options.get("trainer", {})},
+        callbacks=[Losses(), *([OnExceptionCheckpoint(options["rescue"])] if "rescue" in options else [])],
+        **{"devices": 1, "max_epochs": 2, "enable_checkpointing": "rescue" in options, **options.get("trainer", {})},
     )
     module = MLP()
     replicas = options.get("replicas")
