@@ -34,8 +34,8 @@ class StageNorms:
         self.mesh = mesh
         self.device = device
         self._group = group
-        #: of every norm: the one that holds all gradients, those of other stages included
-        self.dtype = reduce(torch.promote_types, {p.dtype for p in ownership.model.parameters()})
+        #: of every norm: the one that holds those of all gradients, of other stages included
+        self.dtype = _norm_dtype(ownership.model.parameters())
 
     def total(self, parameters: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
         """The norm of the gradients of ``parameters``, as if they were one vector; the same bits on every stage.
@@ -68,3 +68,9 @@ class StageNorms:
         here = [p for p in parameters if p.grad is not None]
         if here:
             clip_grads_with_norm_(here, clip_val, norm)
+
+
+def _norm_dtype(parameters: Iterable[Tensor]) -> torch.dtype:
+    """The real dtype that the gradients' dtypes add up to; whole numbers and single bytes have no gradients."""
+    dtypes = {p.dtype.to_real() for p in parameters if (p.is_floating_point() or p.is_complex()) and p.itemsize > 1}
+    return reduce(torch.promote_types, dtypes) if dtypes else torch.get_default_dtype()

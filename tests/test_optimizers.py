@@ -115,6 +115,24 @@ class ClosureFirst(MLP):
         optimizer.step()
 
 
+class Rotated(MLP):
+    """Has a complex parameter, and one of whole numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.phases = nn.Parameter(torch.exp(1j * torch.arange(8, dtype=torch.float64)))
+        self.steps = nn.Parameter(torch.arange(8), requires_grad=False)
+        self.seen: list[float] = []
+
+    def loss(self, batch: Any) -> Tensor:
+        x, y = batch
+        return super().loss([(x * self.phases**self.steps).real, y])
+
+    def configure_gradient_clipping(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+        self.clip_gradients(optimizer, gradient_clip_val=0.05, gradient_clip_algorithm="norm")
+        self.seen.append(clip_grad_norm_(self.parameters(), 0.02).item())
+
+
 class Norms(GPT):
     """Logs norms before and after clipping; has tied and frozen parameters."""
 
@@ -187,6 +205,7 @@ RUNS: dict[str, tuple[type[LightningModule], dict[str, Any]]] = {
     "every second batch": (EverySecond, {}),
     "closure first": (ClosureFirst, {}),
     "norms": (Norms, {"accumulate_grad_batches": 2}),
+    "complex and whole numbers": (Rotated, {}),
     "clips all": (ClipsAll, {}),
     "clips what has gradients": (ClipsWhatHasGradients, {}),
     "clips parts": (ClipsParts, {"accumulate_grad_batches": 2}),
