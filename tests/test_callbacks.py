@@ -106,6 +106,7 @@ class Row:
     state: Callable[[list[Callback]], Any] = lambda callbacks: None
     options: Any = None
     microbatches: int = 3
+    resumes: bool = False
 
 
 def _monitors() -> list[Callback]:
@@ -141,36 +142,53 @@ ROWS: dict[str, Row] = {
         Scheduled, _monitors, _monitored, {"max_epochs": 6, "enable_progress_bar": True, "log_every_n_steps": 1}
     ),
     "backbone": Row(Backbone, lambda: [BackboneFinetuning(1, backbone_initial_lr=0.01, verbose=False)]),
-    "part of a backbone": Row(Backbone, lambda: [UnfreezesTail()]),
-    "stochastic average": Row(MLP, lambda: [StochasticWeightAveraging(0.02, swa_epoch_start=1, annealing_epochs=2)]),
+    "part of a backbone": Row(Backbone, lambda: [UnfreezesTail()], resumes=True),
+    "stochastic average": Row(
+        MLP, lambda: [StochasticWeightAveraging(0.02, swa_epoch_start=1, annealing_epochs=2)], resumes=True
+    ),
     "with batch norm": Row(Normed, lambda: [StochasticWeightAveraging(0.02, swa_epoch_start=2)], microbatches=1),
     "learning rate": Row(Scheduled, lambda: [LearningRateFinder(num_training_steps=12)], _found_rates),
 }
 if hasattr(pl_callbacks, "WeightAveraging"):
-    ROWS["average"] = Row(MLP, lambda: [pl_callbacks.WeightAveraging()])
+    ROWS["average"] = Row(MLP, lambda: [pl_callbacks.WeightAveraging()], resumes=True)
     ROWS["moving average"] = Row(Normed, lambda: [pl_callbacks.EMAWeightAveraging(decay=0.7)], microbatches=1)
 
 
 def train(name: str, stages: int, folder: Path) -> dict[str, Any]:
-    torch.manual_seed(4)
+    """Train, and go on from the last checkpoint with new objects where the row says so."""
     row = ROWS[name]
+    saved = ModelCheckpoint(folder / "saved", "{epoch}", "val_loss", save_top_k=2, save_last=True)
+    found = run(row, stages, folder, {}, [saved])
+    found["best"] = [Path(saved.best_model_path).name, float(saved.best_model_score)]
+    found["top"] = {Path(path).name: float(score) for path, score in saved.best_k_models.items()}
+    if row.resumes:
+        found["resumed"] = run(row, stages, folder, {"max_epochs": 6}, [], folder / "saved/last.ckpt")
+        found["parameters"] = {
+            f"{when}/{key}": value
+            for when, part in (("first", found), ("resumed", found["resumed"]))
+            for key, value in part.pop("parameters").items()
+        }
+    return found
+
+
+def run(
+    row: Row, stages: int, folder: Path, options: dict[str, Any], more: list[Callback], ckpt_path: Any = None
+) -> dict[str, Any]:
+    torch.manual_seed(4)
     module = row.cls()
     observed, used = Observed(), row.callbacks()
-    saved = ModelCheckpoint(folder / "saved", "{epoch}", "val_loss", save_top_k=2, save_last=True)
-    options: dict[str, Any] = {**QUIET, "max_epochs": 4, **(row.options or {})}
-    options |= {"callbacks": [observed, *used, saved], "enable_checkpointing": True, "logger": CSVLogger(folder)}
+    options = {**QUIET, "max_epochs": 4, **(row.options or {}), **options}
+    options |= {"callbacks": [observed, *used, *more], "enable_checkpointing": True, "logger": CSVLogger(folder)}
     if stages:
         options["strategy"] = PipelineStrategy(stages=stages, microbatches=row.microbatches)
     trainer = Trainer(
         accelerator="cpu", devices=max(stages, 1), precision="64-true", default_root_dir=folder, **options
     )
-    trainer.fit(module, module.loader(), module.loader())
+    trainer.fit(module, module.loader(), module.loader(), ckpt_path=ckpt_path)
     return {
         "seen": observed.seen,
         "state": row.state(used),
         "epoch": [trainer.current_epoch, trainer.global_step],
-        "best": [Path(saved.best_model_path).name, float(saved.best_model_score)],
-        "top": {Path(path).name: float(score) for path, score in saved.best_k_models.items()},
         "parameters": {n: p.tolist() for n, p in module.named_parameters() if not p.is_meta},
     }
 
