@@ -23,7 +23,8 @@ def train(options: dict[str, Any]) -> dict[str, Any]:
         options: ``strategy`` (arguments, a registered name, or nothing for the plain run), ``trainer`` (arguments),
             ``pause`` (seconds between batches), ``fits`` (how often to fit the same Trainer, with one epoch more
             each time), ``checkpoint`` (to resume from), ``replicas`` (pipelines side by side; the plain run takes their
-            batches together), ``rescue`` (a folder to save in when training ends early).
+            batches together), ``rescue`` (a folder to save in when training ends early),
+            ``save`` (a file to save in at the end).
     """
     import torch
     from lightning.pytorch import Callback, Trainer
@@ -63,6 +64,8 @@ def train(options: dict[str, Any]) -> dict[str, Any]:
     for more in range(options.get("fits", 1)):
         trainer.fit_loop.max_epochs += 1 if more else 0
         trainer.fit(module, loader, ckpt_path=options.get("checkpoint"))
+    if "save" in options:
+        trainer.save_checkpoint(options["save"])
     place = trainer.strategy
     return {
         "rank": trainer.global_rank,

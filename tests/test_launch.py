@@ -1,5 +1,6 @@
 """How users start it on one machine: a plain script, torchrun, by name, twice in one script, and from no script."""
 
+import re
 import sys
 from types import ModuleType
 from typing import Any
@@ -11,8 +12,10 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning_pp import launching
 from tests.commands import assert_same, plain, program, results, run, torchrun
 from tests.launch import run_ranks
-from tests.program import train
+from tests.program import ROOT, train
 
+#: a page that lists mistakes by their messages
+PAGE = (ROOT / "docs" / "multi_node.md").read_text(encoding="utf-8")
 TWO = {"trainer": {"devices": 2}, "strategy": {"stages": 2, "microbatches": 3}}
 
 
@@ -65,13 +68,16 @@ def of_two_sizes() -> str:
 
 
 def test_two_trainers_of_different_sizes_are_refused_at_once() -> None:
+    words = "connected as a job of 2, and this Trainer asks for devices x num_nodes = 1"
+    assert words in PAGE
     for text in run_ranks(of_two_sizes, 2):
-        assert "connected as a job of 2, and this Trainer asks for devices x num_nodes = 1" in text
+        assert words in text
 
 
 def test_devices_that_are_no_multiple_of_the_stages_are_refused_before_a_process_is_started() -> None:
-    text = r"stages=3\) needs a multiple of 3 processes, but devices x num_nodes = 2"
-    with pytest.raises(MisconfigurationException, match=text):
+    words = "PipelineStrategy(stages=3) needs a multiple of 3 processes, but devices x num_nodes = 2"
+    assert words in PAGE
+    with pytest.raises(MisconfigurationException, match=re.escape(words)):
         train({"trainer": {"devices": 2}, "strategy": {"stages": 3}})
 
 
@@ -80,7 +86,9 @@ def test_devices_that_do_not_fit_torchrun_are_refused(monkeypatch: pytest.Monkey
     variables = {"TORCHELASTIC_RUN_ID": "1", "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "GROUP_RANK": "0"}
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ValueError, match=r"product \(1 \* 1\) does not match the world size \(2\)"):
+    words = "the product (1 * 1) does not match the world size (2)"
+    assert words in PAGE
+    with pytest.raises(ValueError, match=re.escape(words)):
         train({"trainer": {"devices": 1}, "strategy": {}})
 
 
@@ -116,5 +124,7 @@ def test_a_command_is_no_script(monkeypatch: pytest.MonkeyPatch) -> None:
     assert launching.has_script()
     monkeypatch.setitem(sys.modules, "__main__", ModuleType("__main__"))
     assert not launching.has_script()
-    with pytest.raises(MisconfigurationException, match="cannot start 2 processes"):
+    words = "cannot start 2 processes from here"
+    assert words in PAGE
+    with pytest.raises(MisconfigurationException, match=words):
         train({"trainer": {"devices": 2}, "strategy": {"stages": 2}})

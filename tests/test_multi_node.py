@@ -5,8 +5,10 @@ import os
 import shutil
 import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+import torch
 
 from tests.commands import assert_same, plain, program, results, run, torchrun
 
@@ -50,8 +52,12 @@ def inside(name: str, command: list[str], variables: dict[str, str]) -> tuple[li
     return ["ip", "netns", "exec", name, *command], {**variables, "GLOO_SOCKET_IFNAME": CARD}
 
 
-def test_torchrun_with_one_stage_on_each_node(namespaces: list[str]) -> None:
-    options = {"trainer": {"devices": 1, "num_nodes": 2}, "strategy": {"stages": 2, "microbatches": 3}}
+def test_torchrun_with_one_stage_on_each_node(namespaces: list[str], tmp_path: Path) -> None:
+    """The checkpoint, too, is gathered from node to node."""
+    options = {
+        "trainer": {"devices": 1, "num_nodes": 2, "enable_checkpointing": True},
+        "strategy": {"stages": 2, "microbatches": 3}, "save": str(tmp_path / "last.ckpt"),
+    }  # fmt: skip
     commands = []
     for node, name in enumerate(namespaces):
         launcher = torchrun(
@@ -64,7 +70,11 @@ def test_torchrun_with_one_stage_on_each_node(namespaces: list[str]) -> None:
         commands.append(inside(name, *program(options, *launcher)))
     found = results(run(*commands))
     assert [(one["rank"], one["node"], one["stage"]) for one in found] == [(0, 0, 0), (1, 1, 1)]
-    assert_same(found, plain())
+    expected = plain()
+    assert_same(found, expected)
+    saved = torch.load(tmp_path / "last.ckpt", weights_only=True)["state_dict"]
+    sums = {name: tensor.sum().item() for name, tensor in saved.items()}
+    assert sums == pytest.approx(expected["parameters"], rel=0, abs=1e-9)
 
 
 def test_scripts_with_two_stages_and_two_replicas(namespaces: list[str]) -> None:
