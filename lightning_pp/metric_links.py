@@ -91,12 +91,15 @@ class Links:
         self._alive: dict[int, weakref.ref[Metric]] = {}
         self._is_copying = False
 
+    def __contains__(self, metric: Metric) -> bool:
+        return _LINK in vars(metric)
+
     def __len__(self) -> int:
         return len(self._alive)
 
     def add(self, name: str, metric: Metric) -> None:
         """Share ``metric``, unless it is shared."""
-        if _LINK not in vars(metric):
+        if metric not in self:
             self._attach(metric, Link(self, name, metric))
 
     def release(self) -> None:

@@ -94,7 +94,7 @@ class SharedMetrics:
 
     def last_copy(self, metric: Metric) -> Metric | None:
         """What knows the value of the last call of ``metric`` for the batch; None where there was none."""
-        return self.batch.last_copy(link_of(metric).calls)
+        return self.batch.last_copy(link_of(metric).calls) if metric in self._links else None
 
     def evaluate(self, copies: Mapping[str, Metric]) -> dict[str, Any]:
         """See :meth:`BatchValues.evaluate`."""
@@ -130,7 +130,8 @@ class SharedMetrics:
             if kept:
                 states = self._broadcast(name, partial(_states, metric, kept))
                 if dist.get_rank() != self._source:
-                    self._changed(link_of(metric))
+                    if metric in self._links:  # after the run it is the user's plain one
+                        self._changed(link_of(metric))
                     for key, state in states.items():
                         setattr(metric, key, state)
 
