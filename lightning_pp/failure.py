@@ -18,12 +18,16 @@ __all__: list[str] = []
 _KEY = "lightning_pp/failure"
 #: how long a rank that lost its peer looks for the reason, seconds
 _PATIENCE = 3.0
+#: how long the process that holds the store waits for the others to have looked, seconds
+_LINGER = 1.5
 
 
 def reset(store: Any, rank: int, group: Any) -> None:
     """Forget the failure of an earlier run of the same job."""
     if rank == 0:
         store.delete_key(_KEY)
+        for other in range(dist.get_world_size()):
+            store.delete_key(f"{_KEY}/left/{other}")
     dist.barrier(group=group)
 
 
@@ -59,6 +63,16 @@ def read_note(store: Any) -> str | None:
                 return bytes(store.get(_KEY)).decode()
             time.sleep(0.05)
     return None
+
+
+def part(store: Any, rank: int, size: int) -> None:
+    """Say that this rank has read what it wanted; the process that holds the store waits a little for all others."""
+    with suppress(RuntimeError, ValueError):
+        store.set(f"{_KEY}/left/{rank}", "")
+        deadline = time.monotonic() + _LINGER
+        keys = [f"{_KEY}/left/{other}" for other in range(size)]
+        while rank == 0 and time.monotonic() < deadline and not store.check(keys):
+            time.sleep(0.05)
 
 
 def is_lost_peer(error: BaseException | None) -> bool:

@@ -237,7 +237,7 @@ class Pipeline:
         backend = backend_for(self._device, arguments.process_group_backend)
         edges = {edge for training in (True, False) for edge in self._program(self._num_microbatches, training).edges}
         senders, receivers = open_links(mesh, edges, self._device, backend, arguments.timeout)
-        self.engine = Engine(mesh.position, self._placement, Stage(board), senders, receivers)
+        self.engine = Engine(mesh.position, self._placement, Stage(board), senders, receivers, mesh.rank)
         with _misconfigured():
             self.engine.prepare(self._program(self._num_microbatches, training=True))
         self.copies = Copies(self.ownership, mesh, self._groups, backend, arguments.timeout)

@@ -9,12 +9,11 @@ import torch.distributed as dist
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor
-from torch.distributed.nn.functional import all_gather as gather_with_gradients
 from typing_extensions import override
 
 from lightning_pp import compat, failure, launching
 from lightning_pp.arguments import Arguments
-from lightning_pp.runtime.comm import backend_for, job_store, losing_peers
+from lightning_pp.runtime.comm import backend_for, gather_with_gradients, job_store, losing_peers
 from lightning_pp.runtime.groups import Groups, make_groups
 from lightning_pp.runtime.mesh import Mesh
 
@@ -174,7 +173,7 @@ class PipelineProcesses(ParallelStrategy):
         if chosen is None:
             return tensor
         if sync_grads:
-            return torch.stack(gather_with_gradients(tensor.contiguous(), chosen))  # type: ignore[no-untyped-call]
+            return gather_with_gradients(tensor, chosen)
         gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size(chosen))]
         dist.all_gather(gathered, tensor.contiguous(), group=chosen)
         return torch.stack(gathered)
@@ -215,4 +214,6 @@ class PipelineProcesses(ParallelStrategy):
         if self._has_failed and dist.is_initialized():
             # the others wait for this rank: its connections must go, so that they learn of it at once
             self._host_group = self._groups = None
+            store = job_store()
             dist.destroy_process_group()
+            failure.part(store, self.global_rank, self.world_size)

@@ -200,6 +200,10 @@ class PipelineStrategy(OptimizingProcesses):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._explaining():
+            return self._train((*args, *kwargs.values()))
+
+    def _train(self, args: tuple[Any, ...]) -> Any:
         module, pipeline = self._module(), self.pipeline
         trainer = module.trainer
         window_start = compat.is_window_start(trainer)
@@ -209,7 +213,7 @@ class PipelineStrategy(OptimizingProcesses):
         keeps_old = not window_start or compat.watches(trainer, module, "on_before_zero_grad", "optimizer_zero_grad")
         step = pipeline.runner.prepare(
             "training_step",
-            (*args, *kwargs.values()),
+            args,
             self.precision_plugin.train_step_context,
             trainer.fit_loop.total_batch_idx,
             trainer.accumulate_grad_batches,
@@ -222,11 +226,10 @@ class PipelineStrategy(OptimizingProcesses):
             averages=self.data_parallel_size > 1 and compat.is_window_end(trainer) and not skips,
             is_whole=window_start or not held_back,
         )
-        with pipeline.runner.running(step), self._explaining():
+        with pipeline.runner.running(step):
             results = pipeline.engine.run(step.job)
-        with self._explaining():
-            pipeline.gradients.finish(held_back, keep=not skips)
-            return pipeline.runner.finish(step, results)
+        pipeline.gradients.finish(held_back, keep=not skips)
+        return pipeline.runner.finish(step, results)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -243,10 +246,10 @@ class PipelineStrategy(OptimizingProcesses):
     def _evaluate(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         runner = self.pipeline.runner
         number = compat.evaluation_batch(self._module().trainer)
-        step = runner.prepare(name, (*args, *kwargs.values()), self._contexts()[name], number)
-        with runner.running(step), self._explaining():
-            results = self.pipeline.engine.run(step.job)
         with self._explaining():
+            step = runner.prepare(name, (*args, *kwargs.values()), self._contexts()[name], number)
+            with runner.running(step):
+                results = self.pipeline.engine.run(step.job)
             return runner.finish(step, results)
 
     @override

@@ -74,6 +74,12 @@ class DropoutMLP(MLP):
         return F.mse_loss(self.drop(self.net(self.drop(x))), y)
 
 
+class Normalised(MLP):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3))
+
+
 class Block(nn.Module):
     """A pre-norm transformer block."""
 

@@ -1,5 +1,6 @@
 """Pipelines side by side: the result is that of the plain run on the union of their batches."""
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,7 +10,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, Sampler
 
-from tests.launch import run_ranks
+from tests.launch import run_ranks, try_ranks
 from tests.models import MODELS
 from tests.training import Outcome, fit, plain
 
@@ -143,3 +144,94 @@ def test_accumulated_gradients_are_averaged_once(watch: type[Callback]) -> None:
         for ours, theirs in zip(outcome.extra["grads"], reference.extra["grads"], strict=True):
             for name, grad in ours.items():
                 torch.testing.assert_close(grad, theirs[name], atol=1e-9, rtol=0)
+
+
+class Asks(Callback):
+    """Uses what a module uses to talk to other processes."""
+
+    outcome: Outcome
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        own = torch.full((2,), float(trainer.strategy.data_parallel_rank + 1))  # type: ignore[attr-defined]
+        strategy = trainer.strategy
+        wanted = own.clone().requires_grad_()
+        (pl_module.all_gather(wanted, sync_grads=True).sum() * own[0]).backward()
+        self.outcome.extra["asked"] = {
+            "gathered": pl_module.all_gather(own).tolist(),
+            "mean": strategy.reduce(own, reduce_op="mean").tolist(),
+            "sum": strategy.reduce(own, reduce_op="sum").tolist(),
+            "max": strategy.reduce(own, reduce_op="max").tolist(),
+            "integer mean": strategy.reduce(own.int(), reduce_op="mean").tolist(),
+            "plain": strategy.reduce(7),
+            "every": strategy.reduce_boolean_decision(trainer.global_rank < 3),
+            "any": strategy.reduce_boolean_decision(trainer.global_rank == 3, all=False),
+            "gradient": wanted.grad.tolist() if wanted.grad is not None else None,
+            "own": own.tolist(),
+        }
+
+
+def test_processes_talk_to_their_replicas() -> None:
+    """Stages of one pipeline hold one value: sums and means are over the pipelines."""
+    strategy = {"stages": 2, "microbatches": 3}
+    loader = UnionLoader("MLP", 2, 4, 22, False)
+    outcomes = run_ranks(fit, 4, "MLP", strategy=strategy, devices=4, loader=loader, callbacks=(Asks,))
+    for rank, outcome in enumerate(outcomes):
+        asked = outcome.extra["asked"]
+        assert asked["own"] == [rank % 2 + 1.0] * 2
+        assert asked["gathered"] == [[1.0, 1.0], [2.0, 2.0]]
+        assert (asked["mean"], asked["sum"], asked["max"]) == ([1.5, 1.5], [3.0, 3.0], [2.0, 2.0])
+        assert asked["integer mean"] == [1.5, 1.5]
+        assert asked["plain"] == 7
+        assert (asked["every"], asked["any"]) == (False, True)
+        assert asked["gradient"] == [3.0, 3.0], "the other replica's share of the gradient comes back"
+
+
+class Fails(Callback):
+    outcome: Outcome
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if trainer.global_rank == 2 and batch_idx == 1:
+            raise ValueError("planted on one rank of one replica")
+
+
+def test_a_failure_in_one_replica_ends_the_others() -> None:
+    strategy = {"stages": 2, "microbatches": 3}
+    loader = UnionLoader("MLP", 2, 4, 22, False)
+    started = time.monotonic()
+    failures = try_ranks(fit, 4, "MLP", strategy=strategy, devices=4, loader=loader, callbacks=(Fails,))
+    assert time.monotonic() - started < 30
+    for failure in failures:
+        assert "planted on one rank of one replica" in failure.text
+    assert "Rank 1 (stage 0)" in failures[1].text, "not its position in its pipeline"
+
+
+class Statistics(Callback):
+    """Looks at BatchNorm's statistics when validation begins."""
+
+    outcome: Outcome
+
+    def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        buffers = {n: b.clone() for n, b in pl_module.named_buffers() if not b.is_meta}
+        self.outcome.extra.setdefault("statistics", []).append(buffers)
+
+
+def test_replicas_evaluate_with_equal_statistics() -> None:
+    """Each has seen other samples; those of the first are taken, as by DistributedDataParallel."""
+    outcomes = run_ranks(
+        fit,
+        2,
+        "Normalised",
+        strategy={"stages": 1, "microbatches": 1},
+        devices=2,
+        loader=UnionLoader("MLP", 2, 4, 22, False),
+        callbacks=(Statistics,),
+        validation=MODELS["MLP"].loader,
+    )
+    one, other = (outcome.extra["statistics"] for outcome in outcomes)
+    assert len(one) == len(other) == 3
+    assert not torch.equal(one[0]["net.1.running_mean"], one[1]["net.1.running_mean"])
+    for ours, theirs in zip(one, other, strict=True):
+        for name in ours:
+            assert torch.equal(ours[name], theirs[name]), name

@@ -64,6 +64,29 @@ def losing_peers() -> Iterator[None]:
         raise PeerLost(str(error)) from error
 
 
+class _Gather(torch.autograd.Function):
+    """All members' tensors, stacked; a member's gradient is the sum of what all have for its part."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(parts, tensor.contiguous(), group=group)
+        return torch.stack(parts)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        total = grads[0].contiguous().clone()
+        dist.all_reduce(total, group=ctx.group)
+        return total[dist.get_rank(ctx.group)], None
+
+
+def gather_with_gradients(tensor: Tensor, group: Any) -> Tensor:
+    """Stack all members' tensors: ``[size, *shape]``; torch's own takes the members of a part of the job for ranks."""
+    gathered: Tensor = _Gather.apply(tensor.contiguous(), group)  # type: ignore[no-untyped-call]
+    return gathered
+
+
 class Pending:
     """A transfer under way; holds what must stay alive until it is done."""
 

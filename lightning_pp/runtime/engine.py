@@ -93,6 +93,7 @@ class Engine:
         stage: Runs the user's step.
         senders: This rank's ends of its outgoing edges.
         receivers: This rank's ends of its incoming edges.
+        global_rank: What messages call this rank; None for ``rank``.
 
     Attributes:
         in_flight_peak: Most micro-batches that were held for backward at once, since the last reset.
@@ -106,8 +107,9 @@ class Engine:
         stage: Stage,
         senders: Mapping[Edge, Sender],
         receivers: Mapping[Edge, Receiver],
+        global_rank: int | None = None,
     ) -> None:
-        self._rank = rank
+        self._rank, self._global_rank = rank, rank if global_rank is None else global_rank
         self._placement = tuple(placement)
         self._last_stage = len(placement) - 1
         self._stage = stage
@@ -302,7 +304,7 @@ class Engine:
         where = f" in layer {frame.current!r}" if frame is not None and frame.current else ""
         kind = "lost its peer" if isinstance(error, PeerLost) else "failed"
         return (
-            f"Rank {self._rank} (stage {op.stage}) {kind} in {op}{where}, micro-batch {op.mb}:"
+            f"Rank {self._global_rank} (stage {op.stage}) {kind} in {op}{where}, micro-batch {op.mb}:"
             f" {type(error).__name__}: {error}\n"
             f"Its program: {mark([task.op for task in tasks], index)}"
         )
