@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_pp import compat, precision
+from lightning_pp.collective import all_reduce
 from lightning_pp.norms import StageNorms
 from lightning_pp.pipeline import Pipeline
 from lightning_pp.state import CheckpointedProcesses
@@ -16,15 +19,31 @@ from lightning_pp.state import CheckpointedProcesses
 __all__: list[str] = []
 
 
+#: where the user's code can clip by hand
+_HOOKS = (
+    "on_before_backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "configure_gradient_clipping",
+    "optimizer_step",
+)
+
+
 class OptimizingProcesses(CheckpointedProcesses):
     """Processes that agree on clipping, norms and skipped steps."""
 
     _agreement: precision.StepAgreement | None = None
+    _watched: frozenset[str] = frozenset()
 
     def _agree_on_steps(self, pipeline: Pipeline) -> None:
         """Begin to agree, as ``pipeline`` is going to train."""
         norms = StageNorms(pipeline.ownership, self.mesh, pipeline.group, self.root_device)
         self._agreement = precision.StepAgreement(self.precision_plugin, norms, pipeline.group, pipeline.host_group)
+        module = self._module()
+        watched = torch.tensor([compat.watches(module.trainer, module, hook) for hook in _HOOKS], dtype=torch.int64)
+        if pipeline.group is not None:  # a callback may be there on one rank only
+            all_reduce(watched, pipeline.host_group, dist.ReduceOp.MAX)
+        self._watched = frozenset(hook for hook, count in zip(_HOOKS, watched.tolist(), strict=True) if count)
 
     @override
     def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -57,8 +76,7 @@ class OptimizingProcesses(CheckpointedProcesses):
 
     def _check_hooks(self, *hooks: str) -> None:
         """Where the user's code may have clipped, see whether it did so on all stages."""
-        module = self._module()
-        if self._agreement is not None and compat.watches(module.trainer, module, *hooks):
+        if self._agreement is not None and not self._watched.isdisjoint(hooks):
             self._agreement.check()
 
     @override

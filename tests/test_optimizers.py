@@ -363,6 +363,21 @@ def failing_fit(cls: type[LightningModule]) -> str:
     return "not refused"
 
 
+class LooksOn(Callback):
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        pass
+
+
+def fit_with_a_spectator() -> int:
+    callbacks = [LooksOn()] if os.environ["LOCAL_RANK"] == "0" else []
+    return train(MLP(), {"stages": 2, "microbatches": 2}, precision="64-true", callbacks=callbacks).global_step
+
+
+def test_a_callback_on_one_rank_only() -> None:
+    """The other rank compares notes with it all the same."""
+    assert run_ranks(fit_with_a_spectator, 2) == [6, 6]
+
+
 class FailsInHook(MLP):
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         if self.trainer.strategy.stage_index == 1:  # type: ignore[attr-defined]

@@ -193,7 +193,7 @@ def test_the_plain_runs_skip_steps(plain_runs: dict[str, Outcome]) -> None:
     assert all(False in outcome.extra["moved"] for outcome in plain_runs.values())
 
 
-@pytest.mark.parametrize(("stages", "microbatches"), [(2, 1), (3, 4)])
+@pytest.mark.parametrize(("stages", "microbatches"), [(1, 3), (2, 1), (3, 4)])
 def test_one_decision_for_all_stages(plain_runs: dict[str, Outcome], stages: int, microbatches: int) -> None:
     ranks = run_ranks(run_all, stages, {"stages": stages, "microbatches": microbatches})
     for name, reference in plain_runs.items():
