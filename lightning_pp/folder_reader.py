@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_pp import compat
 from lightning_pp.checkpoint import optimizer_parameters
 from lightning_pp.checkpoint_io import METADATA
 from lightning_pp.folder_writer import MODEL_KEY, optimizer_key
@@ -59,8 +60,10 @@ class Folder:
 
     def checkpoint(self) -> dict[str, Any]:
         """What ``Trainer`` expects of a checkpoint; weights and optimizers stay in the folder until they are wanted."""
-        options = {} if self._weights_only is None else {"weights_only": self._weights_only}
-        checkpoint: dict[str, Any] = torch.load(self._path / METADATA, map_location="cpu", **options)
+        weights_only = self._weights_only
+        if weights_only is None:
+            weights_only = compat.loads_weights_only_by_default()
+        checkpoint: dict[str, Any] = torch.load(self._path / METADATA, map_location="cpu", weights_only=weights_only)
         tops = {path[0] for path in self._names}
         # ModelParallelStrategy has another name for the model
         model = "state_dict" if MODEL_KEY not in tops and "state_dict" in tops else MODEL_KEY

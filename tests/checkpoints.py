@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_pp import PipelineStrategy
@@ -50,6 +50,55 @@ class Dropping(UntiedDropoutGPT):
         self.double()
 
     batches = staticmethod(Scheduled.batches)
+
+
+class Counted(nn.Linear):
+    """A layer with a state that is no tensor."""
+
+    def __init__(self) -> None:
+        super().__init__(12, 12)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x).tanh()
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"calls": self.calls}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.calls = state["calls"]
+
+
+class Late(LightningModule):
+    """Built in ``configure_model``; counts its losses, which only the last stage has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses = 0
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "layers"):
+            self.tok = nn.Embedding(GPT.vocabulary, 12)
+            self.layers = nn.ModuleList(Counted() for _ in range(3))
+            self.head = nn.Linear(12, GPT.vocabulary)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = self.tok(batch[0][:, :-1])
+        for layer in self.layers:
+            x = layer(x)
+        loss = nn.functional.cross_entropy(self.head(x).flatten(0, 1), batch[0][:, 1:].flatten())
+        self.losses += 1
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)  # has no state at all
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"losses": self.losses}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.losses = state["losses"]
 
 
 class Resumable:
@@ -119,14 +168,14 @@ def train(
         kind: ``"plain"``, ``"ddp"``, or the number of stages.
         folder: Where checkpoints go.
         resume: What to start from.
-        model: ``"Scheduled"`` or ``"Dropping"``.
+        model: ``"Scheduled"``, or one whose loader is resumed, too: ``"Dropping"``, ``"Late"``.
         replicas: Pipelines side by side.
         callbacks: Further ones.
         **strategy: Arguments of the strategy.
     """
     warnings.simplefilter("ignore")
     torch.manual_seed(5)
-    module = {"Scheduled": Scheduled, "Dropping": Dropping}[model]()
+    module = {"Scheduled": Scheduled, "Dropping": Dropping, "Late": Late}[model]()
     options: dict[str, Any] = {"devices": 1}
     if kind == "ddp":
         options = {"devices": 2, "strategy": DDPStrategy(process_group_backend="gloo")}
@@ -146,7 +195,7 @@ def train(
         accelerator="cpu", precision="64-true", max_epochs=2, **options, **QUIET,
         callbacks=[Counter(), SaveAt(4, f"{folder}/mid.ckpt"), *callbacks],
     )  # fmt: skip
-    data: Any = Resumable(list(loader)) if model == "Dropping" else loader
+    data: Any = Resumable(list(loader)) if model != "Scheduled" else loader
     trainer.fit(module, data, ckpt_path=resume)
     trainer.save_checkpoint(f"{folder}/end.ckpt")
     return trainer

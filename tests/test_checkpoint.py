@@ -12,7 +12,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.distributed.checkpoint import FileSystemReader
 
 from lightning_pp import PipelineStrategy
-from tests.checkpoints import Resumable, SaveAt, Scheduled, assert_alike, by_number, load, train_all
+from lightning_pp.folder_reader import Folder
+from tests.checkpoints import Late, Resumable, SaveAt, Scheduled, assert_alike, by_number, load, train_all
 from tests.launch import run_ranks
 from tests.models import MODELS
 from tests.training import QUIET, Outcome, Watcher
@@ -89,12 +90,17 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         return f"{folder}.file"
 
     folders = {"save_distributed_checkpoint": True}
-    run_ranks(train_all, 1, [job("plain", "plain"), job("plain", "resumed", "plain/mid.ckpt")])
+    whole = {"model": "Late", "microbatches": 1}
+    one = [job("plain", "plain"), job("plain", "resumed", "plain/mid.ckpt"), job("plain", "late", model="Late")]
+    run_ranks(train_all, 1, one)
     two = [
         job("2", "two"),
         job("2", "folders", **folders),
         job("2", "dropping", model="Dropping"),
         job("2", "two from plain", "plain/mid.ckpt", **folders),
+        job("2", "late two", **whole),
+        job("2", "late folders", **whole, **folders),
+        job("2", "late two from folder", "late folders/mid.ckpt", **whole),
     ]
     run_ranks(train_all, 2, two)
     run_ranks(train_all, 2, [job("ddp", "ddp"), job("ddp", "ddp from two", "two/mid.ckpt")])
@@ -158,6 +164,21 @@ def test_dropout_goes_on_as_without_the_break(runs: Path) -> None:
     """Random numbers follow from the seed and the step, not from how often training was interrupted."""
     ours, theirs = load(runs / "four dropping" / "end.ckpt"), load(runs / "dropping" / "end.ckpt")
     assert_alike(ours["state_dict"], theirs["state_dict"])
+
+
+def test_extra_state_and_models_that_are_built_late(runs: Path) -> None:
+    """A layer's extra state comes from its stage, the module's own from the last stage, which runs all of its code."""
+    theirs = dict(load(runs / "late" / "end.ckpt")["state_dict"])
+    assert theirs["layers.2._extra_state"] == {"calls": 6}
+    assert theirs["_extra_state"] == {"losses": 6}
+    for name in ("late two", "late two from folder"):
+        assert_alike(dict(load(runs / name / "end.ckpt")["state_dict"]), theirs)
+        loaded = Late.load_from_checkpoint(runs / name / "end.ckpt")
+        assert loaded.losses == 6
+        torch.testing.assert_close(loaded.head.weight, theirs["head.weight"].float())
+    folder = Folder(runs / "late folders" / "end.ckpt", weights_only=True).checkpoint()
+    assert_alike(dict(folder["state_dict"]), theirs)
+    assert folder["optimizer_states"][0].for_optimizer(loaded.configure_optimizers())["state"] == {}
 
 
 def test_the_file_loads_without_the_strategy(runs: Path) -> None:

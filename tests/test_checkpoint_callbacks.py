@@ -64,7 +64,11 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
     return folder, run_ranks(chain, 1, str(folder), "plain")[0]
 
 
-@pytest.mark.parametrize("kind", ["folder", "async"])
+#: older versions of the plugin end with the first run
+ENDS = pytest.mark.skipif(not hasattr(AsyncCheckpointIO, "_ensure_setup"), reason="cannot save after its first run")
+
+
+@pytest.mark.parametrize("kind", ["folder", pytest.param("async", marks=ENDS)])
 def test_everything_that_follows_a_fit(tmp_path: Path, plain: tuple[Path, dict[str, Any]], kind: str) -> None:
     """On all ranks the same numbers and files as without the strategy."""
     theirs, expected = plain

@@ -7,11 +7,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.trainer.states import TrainerStatus
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from lightning_pp import compat
 
@@ -126,6 +129,36 @@ def test_a_module_knows_its_trainer_and_whether_it_is_at_work() -> None:
     assert not compat.is_running(module)
     trainer.state.status = TrainerStatus.RUNNING
     assert compat.is_running(module)
+
+
+def test_whether_a_run_has_failed() -> None:
+    module, trainer = LightningModule(), Trainer(logger=False, enable_checkpointing=False, accelerator="cpu")
+    module._trainer = trainer
+    assert not compat.is_interrupted(module)
+    assert not compat.is_interrupted(None)
+    trainer.state.status = TrainerStatus.INTERRUPTED
+    assert compat.is_interrupted(module)
+
+
+def test_plugins_that_wrap_another_and_what_is_loaded_by_default() -> None:
+    base, given = TorchCheckpointIO(), TorchCheckpointIO()
+    empty, full = AsyncCheckpointIO(), AsyncCheckpointIO(given)
+    for plugin in (empty, full, given):
+        compat.give_base_io(plugin, base)
+    assert empty.checkpoint_io is base
+    assert full.checkpoint_io is given
+    knows = "weights_only" in inspect.signature(Trainer.fit).parameters
+    assert compat.loads_weights_only_by_default() is (None if knows else False)
+
+
+def test_plans_of_distributed_checkpoints() -> None:
+    planner, tensor = DefaultSavePlanner(), torch.ones(2)
+    planner.set_up_planner({"model": {"weight": tensor}}, None, True)
+    assert planner.state_dict == {"model.weight": tensor}
+    assert planner.mappings == {"model.weight": ("model", "weight")}
+    (plan,), metadata = planner.create_global_plan([planner.create_local_plan()])
+    assert list(metadata.planner_data) == list(metadata.state_dict_metadata) == ["model.weight"]
+    assert plan.items[0].index.fqn == "model.weight"
 
 
 def test_what_a_tensor_carries_when_it_is_exchanged() -> None:
