@@ -33,7 +33,7 @@ _OPTIMIZERS = {
 }
 
 
-def check_run(trainer: Trainer, module: LightningModule, num_stages: int) -> None:
+def check_run(trainer: Trainer, module: LightningModule, num_stages: int, num_replicas: int) -> None:
     """Check everything about a run that does not need a batch.
 
     Raises:
@@ -41,6 +41,8 @@ def check_run(trainer: Trainer, module: LightningModule, num_stages: int) -> Non
     """
     _check_module(module)
     precision.check(trainer.precision_plugin)
+    if num_replicas > 1:
+        _check_gradients_are_dense(module, num_replicas)
     if num_stages == 1:
         return
     for callback in callbacks(trainer):
@@ -74,6 +76,15 @@ def _check_module(module: LightningModule) -> None:
             raise MisconfigurationException(
                 f"{name}.{path} has lazy parameters, whose shapes are not known yet. Run one batch through the model"
                 " before `fit`, or give the sizes."
+            )
+
+
+def _check_gradients_are_dense(module: LightningModule, num_replicas: int) -> None:
+    for path, inner in module.named_modules():
+        if isinstance(inner, (nn.Embedding, nn.EmbeddingBag)) and inner.sparse:
+            raise MisconfigurationException(
+                f"{type(module).__name__}.{path} makes sparse gradients, which PipelineStrategy cannot sum over"
+                f" {num_replicas} replicas. Use sparse=False, or as many devices as stages."
             )
 
 

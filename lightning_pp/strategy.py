@@ -128,7 +128,7 @@ class PipelineStrategy(OptimizingProcesses):
         self._prepare_checkpoints()
         module = self._module()
         fitting = trainer.state.fn == TrainerFn.FITTING
-        checks.check_run(trainer, module, self.num_stages)
+        checks.check_run(trainer, module, self.num_stages, self.data_parallel_size)
         with self._construction.following():
             self.model = self.precision_plugin.convert_module(module)
         data.share_random_state(self._host_group, 0)

@@ -153,6 +153,17 @@ class UntiedGPT(GPT):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+class SparseGPT(UntiedGPT):
+    """The embedding's gradients are sparse tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tok = nn.Embedding(self.vocabulary, 12, sparse=True)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
 class UntiedDropoutGPT(UntiedGPT):
     dropout = 0.2
 

@@ -50,6 +50,8 @@ SET_UP = {
     "a reentrant checkpoint over a cut": ("SpanningReentrant", 2, {}, {}, r"divides what runs in torch.utils"),
     "a value carried from step to step": ("LSTM", 2, {}, {}, r"self.hidden carries a value"),
     "Lightning's own LSTM demo": ("DemoLSTM", 2, {}, {}, r"self.hidden carries a value that layers computed"),
+    "sparse gradients in replicas": (
+        "SparseGPT", 2, {"stages": 1}, {}, r"SparseGPT.tok makes sparse gradients, which .* over 2 replicas"),
     "an unsupported callback": (
         "MLP", 2, {}, {"callbacks": [ModelPruning("l1_unstructured")]}, r"not support the callback ModelPruning: it"),
 }  # fmt: skip

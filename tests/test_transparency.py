@@ -83,6 +83,12 @@ def test_random_numbers_do_not_depend_on_the_number_of_stages(name: str) -> None
     assert any(not torch.equal(one[key], without[key]) for key in one)
 
 
+def test_sparse_gradients() -> None:
+    """They are held, handed over and accumulated as any."""
+    trainer = {"accumulate_grad_batches": 2}
+    assert_same(plain("SparseGPT", trainer=trainer), piped("SparseGPT", 2, 3, trainer=trainer))
+
+
 @pytest.mark.parametrize("stages", [2, 4])
 def test_recomputed_activations_change_nothing(stages: int) -> None:
     """Bit for bit, dropout included."""
