@@ -12,6 +12,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
+from lightning_pp import reports
 from lightning_pp.kept import KeptValues
 from lightning_pp.logs import LogRecorder, replay, replay_objects
 from lightning_pp.metrics import SharedMetrics
@@ -166,7 +167,7 @@ class StepRunner:
         batch, *rest = args
         parts = split(self._module, batch, self._num_microbatches)
         plans = self._plans(name, parts, rest, context)
-        recorder, kept = LogRecorder(self._module, self._metrics), self.kept
+        recorder, kept = LogRecorder(self._module, self._metrics, self._flush.is_alone), self.kept
         function = getattr(self._module, name)
         draws = any(plan.draws for plan in plans)
         draws_python = any(plan.trace.draws_python for plan in plans)
@@ -205,14 +206,18 @@ class StepRunner:
         report = None
         if self._is_last:
             recorder = prepared.recorder
-            report = (self._output(prepared, results), recorder.merged(prepared.parts.weights), recorder.objects())
-        output, logs, objects = self._flush.share(report, prepared.checksum)
+            logged = recorder.merged(prepared.parts.weights), recorder.objects()
+            calls = recorder.calls if self._replica == 0 else []
+            report = (self._output(prepared, results), *logged, calls)
+        output, logs, objects, calls = self._flush.share(report, prepared.checksum)
         if self._replicas.size > 1:
             size = sum(size or 0 for size in prepared.parts.sizes)
             logs = over_replicas(logs, self._replicas, prepared.parts.total, size, self._device)
         with prepared.context():  # new values have the default dtype, which is the precision plugin's
             replay(self._module, logs)
             replay_objects(self._module, objects)
+        if self._module.trainer.is_global_zero:
+            reports.make(self._module, calls)
         return output
 
     def _scales(self, parts: Parts, accumulated: int) -> list[float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from numbers import Number
 from typing import Any
@@ -16,6 +17,7 @@ from torchmetrics import Metric
 from lightning_pp.batch_values import Origin
 from lightning_pp.metrics import SharedMetrics
 from lightning_pp.partition import tree
+from lightning_pp.reports import Call, taken_down
 from lightning_pp.runtime.microbatch import weighted_mean
 
 __all__: list[str] = []
@@ -57,21 +59,33 @@ class LogRecorder:
     Args:
         module: The user's module.
         metrics: Its metrics; None while it is planned.
+        has_loggers: Whether loggers are to be asked on this process at once.
+
+    Attributes:
+        calls: What the step has told loggers and printed, unless that was done at once.
     """
 
-    def __init__(self, module: LightningModule, metrics: SharedMetrics | None = None) -> None:
+    def __init__(
+        self, module: LightningModule, metrics: SharedMetrics | None = None, has_loggers: bool = False
+    ) -> None:
         self._module = module
         self._metrics = metrics
+        self._taking_down = ExitStack()
+        self._has_loggers = has_loggers
+        self.calls: list[Call] = []
         self._entries: list[_Entry] = []
         self._objects: dict[str, tuple[Metric, dict[str, Any]]] = {}
         self._mb = 0
 
     def __enter__(self) -> LogRecorder:
         object.__setattr__(self._module, "log", self._record)
+        if not self._has_loggers:
+            self.calls = self._taking_down.enter_context(taken_down(self._module))
         return self
 
     def __exit__(self, *exception: object) -> None:
         object.__delattr__(self._module, "log")
+        self._taking_down.close()
 
     def start(self, mb: int) -> None:
         """Micro-batch ``mb`` begins."""
@@ -81,8 +95,9 @@ class LogRecorder:
 
     @property
     def values(self) -> list[Tensor]:
-        """What has been logged so far."""
-        return [entry.value for entry in self._entries]
+        """What has been logged, told loggers or printed so far."""
+        told = tree.tensors_of([(call.args, call.kwargs) for call in self.calls])
+        return [entry.value for entry in self._entries] + told
 
     def _record(self, name: str, value: Any, *args: Any, **options: Any) -> None:
         options = _named(args, options)

@@ -1,6 +1,8 @@
 """Everything that can be logged: the plain run's values on all ranks, at every batch and at the end."""
 
+import contextlib
 import csv
+import io
 import os
 import tempfile
 from functools import cache
@@ -218,6 +220,19 @@ for _hook in HOOKS:
     setattr(LogsValues, _hook, _logging(_hook))
 
 
+class TellsLoggers(Labelled):
+    """Talks to the logger itself, and prints, with values of the first and the last stage."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        hidden = self.net[:2](batch[0])
+        out = self.net[2:](hidden)
+        assert isinstance(self.logger, CSVLogger)
+        self.logger.log_metrics({"hidden": hidden.mean(), "out": out.mean()}, step=100 + batch_idx)
+        self.logger.experiment.log_metrics({"experiment": out.mean()}, step=200 + batch_idx)
+        self.print(f"batch {batch_idx} of version {self.logger.version}")
+        return F.cross_entropy(out, batch[1])
+
+
 class CountsBatches(Callback):
     """Holds a metric of its own, and logs from a callback's hooks."""
 
@@ -330,3 +345,20 @@ def test_side_by_side(cls: type[Labelled]) -> None:
             for each in (found, expected)
         )
         assert_same_values(ours, theirs)
+
+
+def tell(stages: int, microbatches: int, folder: Path) -> list[str]:
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        log(TellsLoggers, stages, microbatches, 0, logger=CSVLogger(folder), enable_progress_bar=False)
+    return [line for line in printed.getvalue().splitlines() if line.startswith("batch")]
+
+
+def test_what_steps_tell_loggers(tmp_path: Path) -> None:
+    """Once for every micro-batch, from the last stage, on rank 0; nothing of what planning makes up."""
+    (lines,) = run_ranks(tell, 1, 0, 1, tmp_path / "plain")
+    assert len(lines) == 6
+    assert run_ranks(tell, 2, 2, 1, tmp_path / "piped") == [lines, []]
+    rows = rows_written(tmp_path / "plain")
+    assert sum(row["experiment"] is not None for row in rows) == 6
+    assert_same_values(rows_written(tmp_path / "piped"), rows)
+    assert [len(lines) for lines in run_ranks(tell, 2, 2, 2, tmp_path / "more")] == [12, 0]
