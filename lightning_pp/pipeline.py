@@ -92,6 +92,7 @@ class Pipeline:
                 " version runs one stage per rank: use a schedule in which rank k runs stage k alone."
             )
         self._board: Switchboard | None = None
+        self._planner: Planner | None = None
 
     def cut(
         self,
@@ -116,7 +117,7 @@ class Pipeline:
         before = Ownership.of(self._module)
         self._board = board = self._switched(before)
         stages = [stage for stage, position in enumerate(self._placement) if position == self._mesh.position]
-        planner = Planner(self._module, board, stages, self._device, self._checkpointed(board))
+        self._planner = planner = Planner(self._module, board, stages, self._device, self._checkpointed(board))
         if before is not None:
             planner.adopt(before.cut, before.num_stages)
             self.ownership = before
@@ -128,13 +129,18 @@ class Pipeline:
                 planner.adopt(self._nothing_cut(), len(self._placement))
             assert planner.cut is not None
             self.ownership = Ownership(self._module, board, planner.cut, self._mesh, self._placement)
-            self.ownership.release(optimizers)
             construction.fill(self._module, optimizers, self.ownership.is_here, self._device)
+            self.ownership.release(optimizers)
             construction.forget()
             if is_cut:
                 self.ownership.mark()
         self.ownership.to_device(self._device)
         self._connect(board, planner)
+
+    @property
+    def is_planning(self) -> bool:
+        """Whether a step runs to be planned: other ranks may not be doing so, and must not be waited for."""
+        return self._planner is not None and self._planner.is_tracing
 
     def close(self) -> None:
         """Let go of the channels; a model in several stages stays cut."""

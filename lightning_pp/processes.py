@@ -154,7 +154,7 @@ class PipelineProcesses(ParallelStrategy):
             reduce_op: ``"mean"`` or ``"avg"``, ``"sum"``, ``"min"``, ``"max"``, ``"product"``, or an op of torch.
         """
         chosen = self._chosen(group)
-        if chosen is None or not isinstance(tensor, Tensor):
+        if chosen is None or not isinstance(tensor, Tensor) or self.is_planning:
             return tensor
         is_mean = isinstance(reduce_op, str) and reduce_op.lower() in ("mean", "avg")
         op = dist.ReduceOp.SUM if is_mean or reduce_op is None else reduce_op
@@ -172,11 +172,18 @@ class PipelineProcesses(ParallelStrategy):
         chosen = self._chosen(group)
         if chosen is None:
             return tensor
+        if self.is_planning:
+            return torch.stack([tensor] * dist.get_world_size(chosen))
         if sync_grads:
             return gather_with_gradients(tensor, chosen)
         gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size(chosen))]
         dist.all_gather(gathered, tensor.contiguous(), group=chosen)
         return torch.stack(gathered)
+
+    @property
+    def is_planning(self) -> bool:
+        """Whether a step runs to be planned, each rank by itself."""
+        return False
 
     def _chosen(self, group: Any) -> Any:
         """The replicas where no group of the user's own is given; Lightning gives that of all processes then."""

@@ -107,6 +107,11 @@ class PipelineStrategy(OptimizingProcesses):
             raise RuntimeError("The model is cut into stages when the Trainer starts to fit, validate or test.")
         return self._pipeline
 
+    @property
+    @override
+    def is_planning(self) -> bool:
+        return self._pipeline is not None and self._pipeline.is_planning
+
     @contextmanager
     @override
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:

@@ -108,6 +108,12 @@ def test_two_replicas_train_as_one_on_the_union(name: str, stages: int, replicas
         assert outcomes[0].batches != outcomes[1].batches
 
 
+def test_a_loss_over_the_samples_of_all_replicas() -> None:
+    """``all_gather`` with gradients in the step, which is planned by each rank alone."""
+    reference, outcomes = side_by_side("Contrasting", 2, 2, microbatches=1)
+    assert_union(reference, outcomes, 2)
+
+
 def test_three_replicas_keep_tied_copies_bit_equal() -> None:
     reference, outcomes = side_by_side("GPT", 2, 3, samples=21)
     assert_union(reference, outcomes, 3)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,6 +85,10 @@ class Planner:
         stages: The stages that this rank runs.
         device: Where they run.
         checkpointed: Layers whose activations are recomputed.
+
+    Attributes:
+        cut: How the model is cut; None before that is decided.
+        is_tracing: Whether a step runs to be planned, at a time of this rank's own.
     """
 
     def __init__(
@@ -102,6 +107,7 @@ class Planner:
         self._held = planning.held_by_layers(model, board.layers)
         self._plans: dict[tuple[Any, ...], StepPlan] = {}
         self.cut: Cut | None = None
+        self.is_tracing = False
         self._num_stages = 0
 
     def decide(self, name: str, step: Callable[[], Any], options: CutOptions, agree: Callable[[Cut], Cut]) -> Trace:
@@ -117,7 +123,8 @@ class Planner:
             ValueError: The model cannot be cut as asked.
         """
         timer = time_call if options.balance == "time" and options.split is None else None
-        trace = trace_step(step, self._model, self._board, self._device, twice=True, time_call=timer)
+        with self._tracing():
+            trace = trace_step(step, self._model, self._board, self._device, twice=True, time_call=timer)
         number = len(trace.calls)
         if options.num_stages > max(number, 1):
             raise ValueError(
@@ -145,9 +152,18 @@ class Planner:
         found = self._plans.get(key)
         if found is None:
             assert self.cut is not None, "plan() before decide()"
-            trace = trace_step(step, self._model, self._board, self._device)
+            with self._tracing():
+                trace = trace_step(step, self._model, self._board, self._device)
             found = self._plans[key] = self._planned(name, trace)
         return found
+
+    @contextmanager
+    def _tracing(self) -> Iterator[None]:
+        self.is_tracing = True
+        try:
+            yield
+        finally:
+            self.is_tracing = False
 
     def forget(self) -> None:
         """Drop all plans, keeping the cut."""
