@@ -41,7 +41,8 @@ def taken_down(module: LightningModule) -> Iterator[list[Call]]:
     calls: list[Call] = []
     trainer = module.trainer
     loggers = trainer.loggers
-    trainer.loggers = [_Logger(number, logger, calls) for number, logger in enumerate(loggers)]
+    stand_ins: list[Any] = [_Logger(number, logger, calls) for number, logger in enumerate(loggers)]
+    trainer.loggers = stand_ins
     object.__setattr__(module, "print", _Recorded(calls, -1, ("print",)))
     try:
         yield calls
@@ -84,7 +85,7 @@ class _Logger:
         self._logger = logger
         self._calls = calls
 
-    @property
+    @property  # type: ignore[misc]
     @override
     def __class__(self) -> type:  # the user's code may ask which logger it is
         return type(self._logger)

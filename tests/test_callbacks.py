@@ -39,6 +39,9 @@ from tests.launch import run_ranks
 from tests.models import GPT, MLP
 from tests.training import QUIET
 
+IS_NEW = hasattr(pl_callbacks, "WeightAveraging")
+"""Lightning 2.6 or newer."""
+
 
 class Scheduled(MLP):
     """Two groups and a scheduler."""
@@ -110,16 +113,17 @@ class Row:
 
 
 def _monitors() -> list[Callback]:
-    has_psutil = [DeviceStatsMonitor(cpu_stats=True)] if find_spec("psutil") is not None else []
+    more: list[Callback] = [DeviceStatsMonitor(cpu_stats=True)] if find_spec("psutil") is not None else []
+    if IS_NEW:  # older ones fail without the strategy, too, where validation sees smaller batches
+        more.append(ThroughputMonitor(batch_size_fn=lambda batch: len(batch[0])))
     return [
         EarlyStopping("val_loss", patience=2, min_delta=0.02),
         LearningRateMonitor(log_momentum=True),
         GradientAccumulationScheduler({1: 2, 3: 1}),
         Timer({"hours": 1}),
-        *has_psutil,
+        *more,
         TQDMProgressBar(),
         LambdaCallback(on_train_epoch_end=lambda trainer, module: module.log("epoch_was", trainer.current_epoch * 1.0)),
-        ThroughputMonitor(batch_size_fn=lambda batch: len(batch[0])),
     ]
 
 
@@ -149,7 +153,7 @@ ROWS: dict[str, Row] = {
     "with batch norm": Row(Normed, lambda: [StochasticWeightAveraging(0.02, swa_epoch_start=2)], microbatches=1),
     "learning rate": Row(Scheduled, lambda: [LearningRateFinder(num_training_steps=12)], _found_rates),
 }
-if hasattr(pl_callbacks, "WeightAveraging"):
+if IS_NEW:
     ROWS["average"] = Row(MLP, lambda: [pl_callbacks.WeightAveraging()], resumes=True)
     ROWS["moving average"] = Row(Normed, lambda: [pl_callbacks.EMAWeightAveraging(decay=0.7)], microbatches=1)
 
@@ -289,8 +293,9 @@ def test_summary_and_predictions(tmp_path: Path) -> None:
         lines = [line.split("|") for line in outcome["summary"].splitlines() if " | " in line]
         rows[name] = [[cell.strip() for cell in line] for line in lines]
     assert [row.pop(4) for row in rows["piped"]] == ["Stage", "0-1", "0-1", "0", "0", "1", "1", "1", "0-1"]
-    flops = rows["plain"][0].index("FLOPs")
-    rows["plain"][2][flops] = rows["piped"][2][flops]  # of a list of blocks: Lightning shows none, we those inside
+    if "FLOPs" in rows["plain"][0]:
+        flops = rows["plain"][0].index("FLOPs")
+        rows["plain"][2][flops] = rows["piped"][2][flops]  # of a list of blocks: Lightning shows none, we those inside
     assert rows["piped"] == rows["plain"]
     assert "Total params" in first["summary"]
     assert "Total params" not in last["summary"]
