@@ -120,8 +120,9 @@ class Construction:
         for optimizer in optimizers:
             for parameter, state in optimizer.state.items():
                 for key, held in state.items():
-                    if not on_meta(parameter) and isinstance(held, Tensor) and on_meta(held):
-                        state[key] = self._recording.value(held, device)
+                    if isinstance(held, Tensor) and on_meta(held):
+                        self._taken.add(storage_key(held))
+                        state[key] = held if on_meta(parameter) else self._recording.value(held, device)
 
     def forget(self) -> None:
         """Drop what was recorded of the model that has been filled."""
