@@ -1,7 +1,6 @@
 """The optimizer path: every optimizer of torch, groups, schedulers, user overrides, norms and clipping by hand."""
 
 import logging
-import os
 import warnings
 from pathlib import Path
 from typing import Any
@@ -11,19 +10,15 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
-from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
-from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 from torch.optim import lr_scheduler as schedulers
 from torch.utils.data import DataLoader
 
 from lightning_pp import PipelineStrategy, checks
 from tests.launch import run_ranks
-from tests.models import GPT, MLP, regression_data
+from tests.models import MLP, regression_data
 from tests.training import QUIET, Outcome, Watcher, assert_same
-
-INF = float("inf")
 
 
 class ByName(MLP):
@@ -106,93 +101,10 @@ class EverySecond(MLP):
             optimizer_closure()
 
 
-class ClosureFirst(MLP):
-    """Clips by hand between its own call of the closure and the step."""
+#: name: (module, Trainer options)
+Runs = dict[str, tuple[type[LightningModule], dict[str, Any]]]
 
-    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
-        optimizer_closure()
-        clip_grad_norm_(self.parameters(), 0.05)
-        optimizer.step()
-
-
-class Rotated(MLP):
-    """Has a complex parameter, and one of whole numbers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.phases = nn.Parameter(torch.exp(1j * torch.arange(8, dtype=torch.float64)))
-        self.steps = nn.Parameter(torch.arange(8), requires_grad=False)
-        self.seen: list[float] = []
-
-    def loss(self, batch: Any) -> Tensor:
-        x, y = batch
-        return super().loss([(x * self.phases**self.steps).real, y])
-
-    def configure_gradient_clipping(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
-        self.clip_gradients(optimizer, gradient_clip_val=0.05, gradient_clip_algorithm="norm")
-        self.seen.append(clip_grad_norm_(self.parameters(), 0.02).item())
-
-
-class Norms(GPT):
-    """Logs norms before and after clipping; has tied and frozen parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks[1].norm1.requires_grad_(False)
-        self.seen: list[float] = []
-
-    def total(self, order: float) -> Tensor:
-        norm = getattr(self.trainer.strategy, "grad_norm", None)
-        if norm is not None:
-            own = norm(order)
-            assert torch.equal(own, norm(order, self.trainer.optimizers[0]))
-            return own
-        return grad_norm(self, order)[f"grad_{float(order)}_norm_total"]
-
-    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        self.seen += [self.total(order).item() for order in (1, 2, 3.5, INF)]
-        self.log("norm", self.total(2))
-
-    def configure_gradient_clipping(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
-        self.seen.append(self.total(2).item())
-        self.clip_gradients(optimizer, gradient_clip_val=0.05, gradient_clip_algorithm="norm")
-        self.seen.append(self.total(2).item())
-
-
-class ClipsAll(Norms):
-    """By hand, by its own norm of each kind, twice."""
-
-    def configure_gradient_clipping(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
-        self.seen.append(clip_grad_norm_(self.parameters(), 0.3, norm_type=1, foreach=False).item())
-        norm = torch.nn.utils.clip_grad_norm_((p for p in self.parameters() if p.requires_grad), 0.02, INF)
-        self.seen.append(norm.item())
-
-
-class ClipsWhatHasGradients(Norms):
-    def configure_gradient_clipping(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
-        having = [p for p in self.parameters() if p.grad is not None]
-        self.seen.append(torch.nn.utils.get_total_norm([p.grad for p in having]).item())
-        self.seen.append(clip_grad_norm_(having, 0.05, error_if_nonfinite=True).item())
-        own = torch.full((3,), 2.0, dtype=torch.float64, requires_grad=True)
-        own.grad = torch.full((3,), 2.0, dtype=torch.float64)
-        self.seen.append(clip_grad_norm_(own, 1.0).item())  # what is not of the model is clipped on its own
-
-
-class ClipsParts(Norms):
-    """Each block by its own norm, a group by name, and one parameter alone."""
-
-    def on_after_backward(self) -> None:
-        self.seen.append(clip_grad_norm_(self.tok.parameters(), 0.03).item())
-
-    def configure_gradient_clipping(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
-        for block in self.blocks:
-            self.seen.append(clip_grad_norm_(block.parameters(), 0.02).item())
-        group = [p for n, p in self.named_parameters() if n.endswith("bias")]
-        self.seen.append(clip_grad_norm_(group, 0.01).item())
-        self.seen.append(clip_grad_norm_(self.pos_emb, 0.005).item())
-
-
-RUNS: dict[str, tuple[type[LightningModule], dict[str, Any]]] = {
+RUNS: Runs = {
     "groups by name": (ByName, {}),
     "groups by name, clipped": (ByName, {"gradient_clip_val": 0.02}),
     "sequential schedulers": (Sequential, {}),
@@ -203,12 +115,6 @@ RUNS: dict[str, tuple[type[LightningModule], dict[str, Any]]] = {
     "fused": (Fused, {"gradient_clip_val": 0.02}),
     "warm-up": (WarmUp, {}),
     "every second batch": (EverySecond, {}),
-    "closure first": (ClosureFirst, {}),
-    "norms": (Norms, {"accumulate_grad_batches": 2}),
-    "complex and whole numbers": (Rotated, {}),
-    "clips all": (ClipsAll, {}),
-    "clips what has gradients": (ClipsWhatHasGradients, {}),
-    "clips parts": (ClipsParts, {"accumulate_grad_batches": 2}),
 }
 
 
@@ -235,28 +141,35 @@ def train(module: LightningModule, strategy: dict[str, Any] | None, split: Any =
     return outcome
 
 
-def run_all(strategy: dict[str, Any] | None) -> dict[str, Outcome]:
+def run_all(strategy: dict[str, Any] | None, runs: Runs) -> dict[str, Outcome]:
+    """Train every row of ``runs`` in one process."""
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     outcomes = {}
-    for name, (cls, options) in RUNS.items():
+    for name, (cls, options) in runs.items():
         torch.manual_seed(5)
         outcomes[name] = train(cls(), strategy, precision="64-true", **options)
     return outcomes
 
 
 def test_what_is_between_gradients_and_parameters() -> None:
-    plain_runs = run_ranks(run_all, 1, None, timeout=100)[0]
-    ranks = run_ranks(run_all, 3, {"stages": 3, "microbatches": 3}, timeout=100)
+    plain_runs = assert_runs_as_plain(RUNS)
+    assert plain_runs["an incomplete window"].global_step == 3
+    assert plain_runs["an incomplete window"].extra["rates"][-2:] == [[0.025], [0.0125]]
+    assert plain_runs["windows that change"].global_step == 7 + 2
+
+
+def assert_runs_as_plain(runs: Runs) -> dict[str, Outcome]:
+    """Train every row of ``runs`` in three stages as well; returns the plain runs."""
+    plain_runs: dict[str, Outcome] = run_ranks(run_all, 1, None, runs, timeout=100)[0]
+    ranks = run_ranks(run_all, 3, {"stages": 3, "microbatches": 3}, runs, timeout=100)
     for name, reference in plain_runs.items():
         for outcomes in ranks:
             assert outcomes[name].extra["rates"] == reference.extra["rates"], name
             assert outcomes[name].extra["seen"] == pytest.approx(reference.extra["seen"], abs=1e-9), name
             assert outcomes[name].extra["seen"] == ranks[0][name].extra["seen"], "the same bits on all ranks"
         assert_same(reference, [outcomes[name] for outcomes in ranks])
-    assert plain_runs["an incomplete window"].global_step == 3
-    assert plain_runs["an incomplete window"].extra["rates"][-2:] == [[0.025], [0.0125]]
-    assert plain_runs["windows that change"].global_step == 7 + 2
+    return plain_runs
 
 
 class WithOptimizer(MLP):
@@ -327,71 +240,6 @@ def test_every_optimizer_of_torch(tmp_path: Path) -> None:
             torch.testing.assert_close(found["state"][index], state, atol=1e-9, rtol=0, msg=name)
 
 
-class ClipsWhereItHolds(MLP):
-    """By parameter, on the stage that has its gradient: the others would wait, or mix other norms in."""
-
-    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        for parameter in self.parameters():
-            if parameter.grad is not None:
-                clip_grad_norm_(parameter, 1.0)
-
-
-class ClipsOnOneStage(MLP):
-    def on_after_backward(self) -> None:
-        if self.trainer.strategy.stage_index == 1:  # type: ignore[attr-defined]
-            clip_grad_norm_(self.parameters(), 1.0)
-
-
-class ClipsSomeWithGradients(MLP):
-    def configure_gradient_clipping(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
-        clip_grad_norm_([p for n, p in self.named_parameters() if p.grad is not None and "bias" in n], 1.0)
-
-
-@pytest.mark.parametrize("cls", [ClipsWhereItHolds, ClipsOnOneStage, ClipsSomeWithGradients])
-def test_stages_that_clip_by_other_parameters_are_told_so(cls: type[LightningModule]) -> None:
-    for text in run_ranks(failing_fit, 2, cls):
-        assert "MisconfigurationException: Gradients are clipped, or their norm is taken, by other parameters" in text
-
-
-def failing_fit(cls: type[LightningModule]) -> str:
-    untouched = torch.nn.utils.clip_grad._get_total_norm, torch.nn.utils.clip_grad._clip_grads_with_norm_
-    try:
-        train(cls(), {"stages": int(os.environ["WORLD_SIZE"]), "microbatches": 2}, precision="64-true")
-    except Exception as error:
-        assert untouched == (torch.nn.utils.clip_grad._get_total_norm, torch.nn.utils.clip_grad._clip_grads_with_norm_)
-        return f"{type(error).__name__}: {error}"
-    return "not refused"
-
-
-class LooksOn(Callback):
-    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        pass
-
-
-def fit_with_a_spectator() -> int:
-    callbacks = [LooksOn()] if os.environ["LOCAL_RANK"] == "0" else []
-    return train(MLP(), {"stages": 2, "microbatches": 2}, precision="64-true", callbacks=callbacks).global_step
-
-
-def test_a_callback_on_one_rank_only() -> None:
-    """The other rank compares notes with it all the same."""
-    assert run_ranks(fit_with_a_spectator, 2) == [6, 6]
-
-
-class FailsInHook(MLP):
-    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        if self.trainer.strategy.stage_index == 1:  # type: ignore[attr-defined]
-            raise KeyError("what the hook was looking for")
-        clip_grad_norm_(self.parameters(), 1.0)
-
-
-def test_a_stage_that_fails_between_backward_and_step() -> None:
-    """The other one waits for its norm, and is told at once."""
-    waiting, failing = run_ranks(failing_fit, 2, FailsInHook)
-    assert failing == "KeyError: 'what the hook was looking for'"
-    assert "The pipeline was stopped by rank 1: KeyError: 'what the hook was looking for'" in waiting
-
-
 def named(name: str, base: type[Optimizer] = torch.optim.SGD) -> type[Optimizer]:
     return type(name, (base,), {})
 
@@ -419,14 +267,3 @@ def test_an_optimizer_that_could_clip_and_does_not() -> None:
     optimizer = named("Adan")(MLP().parameters(), lr=0.1)  # type: ignore[call-arg]
     optimizer.param_groups[0]["max_grad_norm"] = 0.0
     checks.check_optimizers([optimizer], 2)
-
-
-def test_norms_that_do_not_exist() -> None:
-    with pytest.raises(RuntimeError, match="only while the Trainer fits"):
-        PipelineStrategy().grad_norm()
-    assert "norm_type=0.0: allowed is a positive number or inf" in run_ranks(failing_fit, 1, NoSuchNorm)[0]
-
-
-class NoSuchNorm(MLP):
-    def on_after_backward(self) -> None:
-        self.trainer.strategy.grad_norm(0)  # type: ignore[attr-defined]

@@ -105,7 +105,6 @@ class TiedOverflowing(GPT):
     configure_optimizers = Overflowing.configure_optimizers
 
 
-#: name: (module, Trainer options)
 RUNS: dict[str, tuple[type[LightningModule], dict[str, Any]]] = {
     "first": (Overflowing, {}),
     "last": (OverflowingLast, {}),
@@ -326,12 +325,11 @@ def test_layers_run_in_the_dtypes_of_the_plain_run() -> None:
 
 
 class OwnScaler(GradScaler):
-    def unscale_(self, optimizer: Any) -> None:
-        super().unscale_(optimizer)
+    """Could look for overflows elsewhere."""
 
 
 class OwnMixedPrecision(MixedPrecision):
-    pass
+    """Could scale in another way."""
 
 
 @pytest.mark.parametrize(
