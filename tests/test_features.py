@@ -19,6 +19,9 @@ from tests.models import GPT, MLP, regression_data
 from tests.test_replicas import UnionLoader, assert_union
 from tests.training import Outcome, fit
 
+#: the first test of a table runs all of its rows
+pytestmark = pytest.mark.timeout(360)
+
 #: stages x replicas; the first is the plain run
 LAYOUTS = {"plain": (0, 1), "2 stages": (2, 1), "4 stages": (4, 1), "2 x 2": (2, 2)}
 REPLICAS, BATCH, SAMPLES = 2, 4, 22

@@ -9,7 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.training import assert_same, piped, plain, whole
+from tests.training import Table, assert_same, piped, plain, whole
+
+#: the first test of a table runs all of its rows
+pytestmark = pytest.mark.timeout(360)
 
 UNMODIFIED = [
     "MLP", "GPT", "HeadInGlueGPT", "UNet", "EncoderDecoder", "RichBoundaries", "InPlaceGlue", "FrozenHalf",
@@ -24,10 +27,26 @@ DRAWING = [
 ]  # fmt: skip
 
 
+MODELS = Table({name: {"name": name} for name in UNMODIFIED})
+
+
 @pytest.mark.parametrize("stages", [1, 2, 4])
 @pytest.mark.parametrize("name", UNMODIFIED)
 def test_unmodified_models_train_as_without_the_pipeline(name: str, stages: int) -> None:
-    assert_same(plain(name), piped(name, stages, 3))
+    assert_same(MODELS.plain(name), MODELS.piped(name, stages))
+
+
+SIZES = Table(
+    {
+        (microbatches, accumulate): {
+            "name": "MLP",
+            "microbatches": microbatches,
+            "trainer": {"accumulate_grad_batches": accumulate, "max_epochs": 3},
+        }
+        for microbatches in (1, 2, 4, 8, 64)
+        for accumulate in (1, 3)
+    }
+)
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])
@@ -35,8 +54,8 @@ def test_unmodified_models_train_as_without_the_pipeline(name: str, stages: int)
 @pytest.mark.parametrize("stages", [1, 2, 3, 4])
 def test_any_number_of_stages_and_micro_batches(stages: int, microbatches: int, accumulate: int) -> None:
     """21 samples in batches of 8: the last batch has 5, and with 3 accumulated batches the last window has one."""
-    trainer = {"accumulate_grad_batches": accumulate, "max_epochs": 3}
-    assert_same(plain("MLP", trainer=trainer), piped("MLP", stages, microbatches, trainer=trainer))
+    row = (microbatches, accumulate)
+    assert_same(SIZES.plain(row), SIZES.piped(row, stages))
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "eager_1f1b"])
@@ -124,19 +143,28 @@ TRAINER_OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+OPTIONS = Table({option: {"name": "GPT", "trainer": trainer} for option, trainer in TRAINER_OPTIONS.items()})
+
+
 @pytest.mark.parametrize("stages", [2, 4])
 @pytest.mark.parametrize("option", TRAINER_OPTIONS)
 def test_trainer_options(option: str, stages: int) -> None:
-    trainer = TRAINER_OPTIONS[option]
-    assert_same(plain("GPT", trainer=trainer), piped("GPT", stages, 3, trainer=trainer))
+    assert_same(OPTIONS.plain(option), OPTIONS.piped(option, stages))
 
 
-@pytest.mark.parametrize("name", ["GPT", "FrozenHalf", "VaryingLengthGPT", "UNet"])
+VALIDATED = ["GPT", "FrozenHalf", "VaryingLengthGPT", "UNet"]
+VALIDATION = Table(
+    {
+        name: {"name": name, "validate": True, "trainer": {"accumulate_grad_batches": 2, "val_check_interval": 1}}
+        for name in VALIDATED
+    }
+)
+
+
+@pytest.mark.parametrize("name", VALIDATED)
 @pytest.mark.parametrize("stages", [2, 4])
 def test_validation_inside_fit(name: str, stages: int) -> None:
-    trainer = {"accumulate_grad_batches": 2, "val_check_interval": 1}
-    options: dict[str, Any] = {"trainer": trainer, "validate": True}
-    assert_same(plain(name, **options), piped(name, stages, 3, **options))
+    assert_same(VALIDATION.plain(name), VALIDATION.piped(name, stages))
 
 
 @pytest.mark.parametrize("stages", [2, 4])

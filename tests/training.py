@@ -3,6 +3,7 @@
 import logging
 import random
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -125,6 +126,49 @@ def piped(
     """The run in a pipeline: what each rank saw."""
     arguments = {"stages": stages, "microbatches": microbatches, **(strategy or {})}
     return run_ranks(fit, stages, name, strategy=arguments, devices=stages, **options)
+
+
+class Table:
+    """Many runs of one kind: all rows of one number of stages run in the same processes, one Trainer after another.
+
+    Args:
+        rows: ``{key: arguments of fit}``; ``microbatches`` (3 unless given) and ``strategy`` are the pipeline's.
+    """
+
+    def __init__(self, rows: Mapping[Any, Mapping[str, Any]]) -> None:
+        self._rows = {key: dict(row) for key, row in rows.items()}
+        self._found: dict[int, list[dict[Any, Outcome]] | AssertionError] = {}
+
+    def plain(self, key: Any) -> Outcome:
+        """The run without the strategy."""
+        return self._outcomes(0)[0][key]
+
+    def piped(self, key: Any, stages: int) -> list[Outcome]:
+        """The run in ``stages`` stages: what each rank saw."""
+        return [rank[key] for rank in self._outcomes(stages)]
+
+    def _outcomes(self, stages: int) -> list[dict[Any, Outcome]]:
+        if stages not in self._found:
+            try:
+                self._found[stages] = run_ranks(_fit_rows, max(stages, 1), self._rows, stages, timeout=300)
+            except AssertionError as error:  # do not run all of them again for each test
+                self._found[stages] = error
+        found = self._found[stages]
+        if isinstance(found, AssertionError):
+            raise found
+        return found
+
+
+def _fit_rows(rows: dict[Any, dict[str, Any]], stages: int) -> dict[Any, Outcome]:
+    found = {}
+    for key, row in rows.items():
+        options = {"strategy": {}, "microbatches": 3, **row}
+        strategy = {"stages": stages, "microbatches": options.pop("microbatches"), **options.pop("strategy")}
+        try:
+            found[key] = fit(**options, strategy=strategy if stages else None, devices=max(stages, 1))
+        except BaseException as error:
+            raise RuntimeError(f"row {key!r} failed") from error
+    return found
 
 
 def whole(outcomes: list[Outcome]) -> dict[str, Tensor]:
