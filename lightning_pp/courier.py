@@ -53,6 +53,11 @@ class Courier:
         """Whether this rank assembles and writes."""
         return self.rank == WRITER
 
+    def meet(self) -> None:
+        """Wait until all ranks are here."""
+        self.gather(None)
+        self.share(None)
+
     def gather(self, value: Any) -> list[Any]:
         """Every rank's value, by rank, on the writer; nothing on others."""
         if self.is_writer:

@@ -208,20 +208,28 @@ class CheckpointedProcesses(PipelineProcesses):
 
     def _meet(self) -> None:
         """Find out over which connections a checkpoint is gathered, or whether it can be."""
-        module, is_cut = self._module(), hasattr(self._pipeline, "ownership")
-        self._line = self._courier if is_cut else None
-        self._is_incomplete = False
-        if not is_cut:
-            if Ownership.of(module) is not None and self.num_stages > 1:
+        module = self._module()
+        is_failing = compat.is_interrupted(module) and not self._has_failed
+        is_part = any(parameter.is_meta for parameter in module.parameters())
+        self._line, self._is_incomplete = None, False
+        if is_failing and not self._is_cut:
+            if is_part or self._waiting_state is not None:
+                self._give_up("it came before the model was ready")
+        elif not hasattr(self._pipeline, "ownership"):
+            if is_part:
                 raise RuntimeError(
                     "The processes are not connected after a failure, and each holds its own stage only. To save the"
                     " model then, use OnExceptionCheckpoint or ModelCheckpoint(save_on_exception=True)."
                 )
-        elif self.world_size > 1 and compat.is_interrupted(module):
+        elif is_failing and self.world_size > 1:
             assert self._meeting is not None
             self._line = self._meeting.courier(str(module.trainer.global_step), self.arguments.timeout)
             if self._line is None:
                 self._give_up(self._meeting.reason)
+        elif self._courier is not None:
+            self._line = self._courier
+            with self._explaining():
+                self._line.meet()
 
     def _give_up(self, reason: object) -> None:
         self._line = None

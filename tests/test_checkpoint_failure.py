@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from lightning_pp import PipelineStrategy
 from lightning_pp.courier import Courier
-from tests.checkpoints import Scheduled, assert_alike, load
+from tests.checkpoints import Late, Scheduled, assert_alike, load
 from tests.launch import Failed, run_ranks, try_ranks
 from tests.training import QUIET
 
@@ -178,6 +178,23 @@ def test_an_exception_on_one_rank_keeps_nobody(tmp_path: Path, rank: int) -> Non
     assert "ValueError: planted" in results[rank].text
     assert "PipelineError" not in results[rank].text
     assert f"The pipeline was stopped by rank {rank}: ValueError: planted" in results[1 - rank].text or rank == 0
+    assert not list(tmp_path.iterdir())
+
+
+def fail_early(folder: str) -> None:
+    strategy = PipelineStrategy(stages=2, split=["not there"])
+    keeper = OnExceptionCheckpoint(folder)
+    Trainer(
+        accelerator="cpu", devices=2, max_epochs=1, callbacks=[keeper], strategy=strategy,
+        **{**QUIET, "enable_checkpointing": True},
+    ).fit(Late(), Scheduled.batches(10))  # fmt: skip
+
+
+def test_a_model_that_is_not_there_yet_is_not_saved(tmp_path: Path) -> None:
+    """Its parameters are without memory when its cut fails."""
+    for result in try_ranks(fail_early, 2, str(tmp_path)):
+        assert "MisconfigurationException" in result.text.splitlines()[-1]
+        assert "not there" in result.text
     assert not list(tmp_path.iterdir())
 
 
