@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import TQDMProgressBar
 from torch import Tensor
 from torch.nn import functional as F
 from torchmetrics import MeanSquaredError, Metric, MetricCollection, SumMetric
@@ -202,3 +203,39 @@ def ask_alone() -> None:
 def test_ranks_that_ask_for_different_metrics() -> None:
     first = str(try_ranks(ask_alone, 2, timeout=40)[0])
     assert "This rank asked for the value of the metric self.one, and the last stage gave that of self.other." in first
+
+
+class AsksInBetween(MLP):
+    """Logs one metric as an object, and computes another one by hand when the epoch ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.error, self.sum = MeanSquaredError().set_dtype(torch.float64), SumMetric().set_dtype(torch.float64)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        out = self.net(batch[0])
+        self.error.update(out, batch[1])
+        self.sum.update(len(out))
+        self.log("error", self.error, on_step=False, on_epoch=True, prog_bar=True)
+        return F.mse_loss(out, batch[1])
+
+    def on_train_epoch_end(self) -> None:
+        self.log("sum", self.sum.compute())
+
+
+def show(stages: int) -> dict[str, float]:
+    torch.manual_seed(1)
+    options: dict[str, Any] = {**QUIET, "enable_progress_bar": True, "callbacks": [TQDMProgressBar()]}
+    if stages:
+        options["strategy"] = PipelineStrategy(stages=stages, microbatches=3)
+    trainer = Trainer(accelerator="cpu", devices=max(stages, 1), max_epochs=2, precision="64-true", **options)
+    trainer.fit(AsksInBetween(), MLP.loader())
+    return {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+
+def test_a_progress_bar_asks_on_rank_0_alone() -> None:
+    """It asks for the logged metric before the module's hook asks for another one, and only where there is a bar."""
+    (expected,) = run_ranks(show, 1, 0)
+    assert expected["sum"] == 42
+    for found in run_ranks(show, 2, 2):
+        assert found == pytest.approx(expected, abs=1e-9)
