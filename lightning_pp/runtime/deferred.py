@@ -35,9 +35,11 @@ def deferring(recording: Recording, device: torch.device) -> Iterator[None]:
         recording: Keeps what is done to them.
         device: Where they would be.
     """
-    with device, _OnMeta(recording, defers=True), _Recorder(recording, device, None):
-        yield
-    recording.rest()
+    try:
+        with device, _OnMeta(recording, defers=True), _Recorder(recording, device, None):
+            yield
+    finally:
+        recording.rest()
 
 
 @contextmanager
@@ -49,9 +51,11 @@ def recorded(recording: Recording, seed: int | None = None) -> Iterator[None]:
         seed: Draw from streams of their own that start from it, and not from the current one.
     """
     numbers = None if seed is None else _seeds(seed)
-    with _OnMeta(recording, defers=False), _Recorder(recording, torch.device("cpu"), numbers):
-        yield
-    recording.rest()
+    try:
+        with _OnMeta(recording, defers=False), _Recorder(recording, torch.device("cpu"), numbers):
+            yield
+    finally:
+        recording.rest()
 
 
 def _seeds(seed: int) -> Iterator[int]:
@@ -131,7 +135,7 @@ class _Recorder(TorchDispatchMode):
             if isinstance(leaf, Tensor) and on_meta(leaf):
                 fill = torch.empty if id(leaf) in written else _halves
                 return fill(tuple(leaf.shape), dtype=leaf.dtype, device=self._device)
-            return self._device if leaf == _META else leaf
+            return self._device if isinstance(leaf, torch.device) and leaf == _META else leaf
 
         args, kwargs = tree.map_leaves(scratch, (args, kwargs))
         func(*args, **kwargs)
