@@ -19,7 +19,7 @@ __all__: list[str] = []
 #: callbacks by the name of their class, which not every version of Lightning has
 _CALLBACKS = {
     "ModelPruning": "it rewrites parameters that lie on other stages",
-    "BatchSizeFinder": "Lightning supports it on one process only",
+    "BatchSizeFinder": "one rank that runs out of memory would leave the others waiting",
 }
 
 #: optimizers of torch and of well-known packages that mix parameters, by how the names of their classes begin

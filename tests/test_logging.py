@@ -325,11 +325,11 @@ def plainly(cls: type[Labelled]) -> tuple[Any, Any]:
         return seen, rows_written(Path(folder))
 
 
-@pytest.mark.parametrize("cls", [ValidatesMetrics, LogsValues])
-def test_everything_that_can_be_logged(cls: type[Labelled], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("cls", "stages"), [(ValidatesMetrics, 2), (LogsValues, 4)])
+def test_everything_that_can_be_logged(cls: type[Labelled], stages: int, tmp_path: Path) -> None:
     """Metrics called, logged and computed in every way; values logged with every option in every hook."""
     expected, rows = plainly(cls)
-    for found in run_ranks(log, 2, cls, 2, 5, 2, logger=CSVLogger(tmp_path)):
+    for found in run_ranks(log, stages, cls, stages, 5, 2, logger=CSVLogger(tmp_path)):
         assert_same_values(found, expected)
     assert_same_values(rows_written(tmp_path), rows)
 
