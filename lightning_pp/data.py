@@ -116,8 +116,8 @@ class StageLoader:
         if not processes.all_agree(length == expected):
             raise ValueError(
                 f"The processes have loaders of different lengths: rank 0 has {expected} batches, and this process"
-                f" {length}. Every stage needs every batch, and every replica as many: use one sampler for all, with the"
-                " same seed."
+                f" {length}. Every stage needs every batch, and every replica as many: use one sampler for all, with"
+                " the same seed."
             )
 
     def _has_known_length(self) -> bool:

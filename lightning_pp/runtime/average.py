@@ -43,8 +43,7 @@ class GradientAverage:
     def start(self) -> None:
         """Begin with the gradients that no other stage adds to."""
         free = [p for index, p in enumerate(self._parameters) if index not in self._tied and p.requires_grad]
-        for bucket in _buckets(free):
-            self._under_way.append(_Bucket(bucket, self._group))
+        self._under_way += [_Bucket(parameters, self._group) for parameters in _buckets(free)]
 
     def finish(self) -> None:
         """Sum the tied ones, which must have been summed over stages, and wait for all."""
@@ -53,9 +52,9 @@ class GradientAverage:
             if self._parameters[index].requires_grad:
                 by_group.setdefault(group, []).append(index)
         for group, indices in by_group.items():
-            for bucket in _buckets([self._parameters[index] for index in indices]):
-                adds = {id(self._parameters[index]) for index in indices if index in self._first}
-                self._under_way.append(_Bucket(bucket, group, adds))
+            adds = {id(self._parameters[index]) for index in indices if index in self._first}
+            for parameters in _buckets([self._parameters[index] for index in indices]):
+                self._under_way.append(_Bucket(parameters, group, adds))
         for bucket in self._under_way:
             bucket.finish()
         self._under_way.clear()
@@ -87,7 +86,7 @@ class _Bucket:
         with losing_peers():
             self._work.wait()
         sizes = [parameter.numel() for parameter in self._parameters]
-        *sums, counts = self._flat.split([*sizes, len(sizes)])
+        *sums, counts = torch.split(self._flat, [*sizes, len(sizes)])
         # a rank that has a gradient knows the answer; only one without has to look
         wanted = (
             [True] * len(sizes) if all(p.grad is not None for p in self._parameters) else (counts.abs() > 0).tolist()
