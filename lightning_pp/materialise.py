@@ -124,8 +124,15 @@ class Construction:
                         self._taken.add(storage_key(held))
                         state[key] = held if on_meta(parameter) else self._recording.value(held, device)
 
-    def forget(self) -> None:
-        """Drop what was recorded of the model that has been filled."""
+    def finish(
+        self,
+        model: nn.Module,
+        optimizers: Iterable[Optimizer],
+        is_owned: Callable[[str], bool],
+        device: torch.device,
+    ) -> None:
+        """Fill what this process owns, and drop what was recorded of the model: the rest stays on meta."""
+        self.fill(model, optimizers, is_owned, device)
         self._recording.forget(self._taken)
         self._taken.clear()
 

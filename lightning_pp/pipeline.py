@@ -129,9 +129,8 @@ class Pipeline:
                 planner.adopt(self._nothing_cut(), len(self._placement))
             assert planner.cut is not None
             self.ownership = Ownership(self._module, board, planner.cut, self._mesh, self._placement)
-            construction.fill(self._module, optimizers, self.ownership.is_here, self._device)
+            construction.finish(self._module, optimizers, self.ownership.is_here, self._device)
             self.ownership.release(optimizers)
-            construction.forget()
             if is_cut:
                 self.ownership.mark()
         self.ownership.to_device(self._device)

@@ -41,7 +41,6 @@ class Late(GPT):
         self.register_buffer("table", torch.sin(torch.ones(10, 12).cumsum(0)))
         self.apply(self._init_weights)
         self.blocks[1].mlp[0].requires_grad_(False)
-        self.blocks[2].compile(backend="eager")
         self.kept = [self.tok.weight, self.pos_emb, *self.blocks.parameters()]
 
     def _init_weights(self, module: nn.Module) -> None:
@@ -61,6 +60,15 @@ class Late(GPT):
         return torch.optim.Adagrad(
             (p for p in self.parameters() if p.requires_grad), 0.1, initial_accumulator_value=0.2
         )
+
+
+class Compiled(Late):
+    """Each block compiled in place, on meta."""
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        for block in self.blocks:
+            block.compile(backend="eager")
 
 
 class Smooth(Late):
@@ -130,7 +138,7 @@ class Twisted(Unseen):
 #: what seed 3 gives net.0.0.weight[0, 0] of Unseen, whatever torch's own stream
 FIRST_WEIGHT = -0.0659120678
 
-MODELS: dict[str, type[Any]] = {cls.__name__: cls for cls in (Late, Smooth, Unseen, Twisted, MLP)}
+MODELS: dict[str, type[Any]] = {cls.__name__: cls for cls in (Late, Compiled, Smooth, Unseen, Twisted, MLP)}
 
 
 def run(
@@ -198,10 +206,10 @@ def test_layers_of_configure_model_begin_as_in_the_plain_run(stages: int) -> Non
         assert torch.equal(outcome.extra["after"], reference.extra["after"]), "the run's stream is another one"
 
 
-def test_recomputed_and_dropped_activations_of_layers_that_begin_without_memory() -> None:
+def test_recomputed_activations_dropout_and_compiled_layers_of_a_model_that_begin_without_memory() -> None:
     (alone,) = run_ranks(run, 1, "Late", "hook", 1)
     strategy = {"activation_checkpointing": True}
-    assert_same(alone, run_ranks(run, 2, "Late", "hook", 2, strategy=strategy))
+    assert_same(alone, run_ranks(run, 2, "Compiled", "hook", 2, strategy=strategy))
 
 
 def test_a_checkpoint_of_such_a_model_loads_without_a_trainer(tmp_path: Path) -> None:
