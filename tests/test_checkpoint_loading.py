@@ -56,15 +56,12 @@ class Loads(Callback):
 
 
 def load_edited(folder: str, stages: int) -> tuple[list[Any], list[Any]]:
-    sources = [f"{folder}/file/mid.ckpt", f"{folder}/parts/mid.ckpt"]
+    sources = [f"{folder}/file/mid.ckpt"]
     if stages:
         train(str(stages), f"{folder}/parts", save_distributed_checkpoint=True)
-        train(str(stages), f"{folder}/file")
-    else:
-        train("plain", f"{folder}/file")
-        sources.pop()
+        sources.append(f"{folder}/parts/mid.ckpt")
     loads = Loads(*sources)
-    train(str(stages) if stages else "plain", f"{folder}/rest", callbacks=(loads,))
+    train(str(stages) if stages else "plain", f"{folder}/file", callbacks=(loads,))
     return list(loads.messages.values()), list(loads.equal.values())
 
 
