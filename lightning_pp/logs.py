@@ -35,6 +35,23 @@ class _Entry:
 
 
 @dataclass(frozen=True, slots=True)
+class _Object:
+    """The first call of ``self.log`` with a metric.
+
+    Attributes:
+        metric: The metric.
+        options: The other arguments.
+        copy: Knows what the last call of the metric returns for the whole batch; None where it has not been called.
+        value: What its last call returned.
+    """
+
+    metric: Metric
+    options: dict[str, Any]
+    copy: Metric | None
+    value: Any
+
+
+@dataclass(frozen=True, slots=True)
 class MetricLog:
     """A torchmetrics object that a step has logged.
 
@@ -42,12 +59,14 @@ class MetricLog:
         name: As what.
         attribute: The submodule of the user's module that it is.
         value: Of the batch, which Lightning shows where ``on_step`` is set; None where the step only updates it.
+        last: What the metric's last call gives for the batch.
         options: The other arguments of ``self.log``.
     """
 
     name: str
     attribute: str
     value: Any
+    last: Any
     options: dict[str, Any]
 
 
@@ -74,7 +93,7 @@ class LogRecorder:
         self._has_loggers = has_loggers
         self.calls: list[Call] = []
         self._entries: list[_Entry] = []
-        self._objects: dict[str, tuple[Metric, dict[str, Any]]] = {}
+        self._objects: dict[str, _Object] = {}
         self._mb = 0
 
     def __enter__(self) -> LogRecorder:
@@ -102,7 +121,9 @@ class LogRecorder:
     def _record(self, name: str, value: Any, *args: Any, **options: Any) -> None:
         options = _named(args, options)
         if isinstance(value, Metric):
-            self._objects[name] = (value, options)
+            # the first micro-batch tells whether the metric was called before it was logged
+            copy = self._metrics.last_copy(value) if self._metrics is not None else None
+            self._objects.setdefault(name, _Object(value, options, copy, value._forward_cache))
             return
         if isinstance(value, dict):
             raise ValueError(f"`self.log({name!r}, ...)` takes one value, not a dict: use `self.log_dict`.")
@@ -139,20 +160,23 @@ class LogRecorder:
         ]
 
     def objects(self) -> list[MetricLog]:
-        """The torchmetrics objects that were logged, each as what it was logged as last."""
+        """The torchmetrics objects that were logged."""
         if not self._objects or self._metrics is None:
             return []
-        shared = self._metrics
-        copies = {name: shared.last_copy(metric) for name, (metric, _) in self._objects.items()}
-        values = shared.evaluate({name: copy for name, copy in copies.items() if copy is not None})
+        copies = {name: logged.copy for name, logged in self._objects.items()}
+        # one that is called after it was logged shows the value next time
+        last = {f"{name}/last": self._metrics.last_copy(logged.metric) for name, logged in self._objects.items()}
+        wanted = {name: copy for name, copy in (copies | last).items() if copy is not None}
+        values = self._metrics.evaluate(wanted)
         return [
             MetricLog(
                 name,
-                options.get("metric_attribute") or shared.name_of(metric),
-                values.get(name, metric._forward_cache),
-                options,
+                logged.options.get("metric_attribute") or self._metrics.name_of(logged.metric),
+                values.get(name, logged.value),
+                values.get(f"{name}/last", logged.metric._forward_cache),
+                logged.options,
             )
-            for name, (metric, options) in self._objects.items()
+            for name, logged in self._objects.items()
         ]
 
     def _exact(self, grouped: Mapping[tuple[str, int], Sequence[_Entry]]) -> dict[tuple[str, int], Tensor]:
@@ -186,6 +210,7 @@ def replay_objects(module: LightningModule, logs: Sequence[MetricLog]) -> None:
         metric: Any = module.get_submodule(log.attribute)
         metric._forward_cache = log.value
         module.log(log.name, metric, **log.options)
+        metric._forward_cache = log.last
 
 
 #: the arguments of ``self.log`` that may be given by position

@@ -108,6 +108,9 @@ class Links:
             metric = reference()
             if metric is not None:
                 self._detach(metric)
+                if any(parameter.is_meta for parameter in metric.parameters()):
+                    # Lightning moves logged metrics after a run
+                    vars(metric)["_apply"] = partial(_apply_to_present, metric)
         self._alive.clear()
 
     def independent_copy(self, metric: Metric) -> Metric:
@@ -120,8 +123,9 @@ class Links:
             # what it has seen may be large, or hold a graph, which cannot be copied
             vars(inner).update({key: copy.copy(inner._defaults.get(key)) for key in state})
         self._is_copying = True
+        weights = {id(tensor): tensor for tensor in (*metric.parameters(), *metric.buffers())}
         try:
-            made = copy.deepcopy(metric)
+            made = copy.deepcopy(metric, weights)  # what it computes with need not be there twice
         finally:
             self._is_copying = False
             for inner, state in zip(inside, states, strict=True):
@@ -188,6 +192,9 @@ class _Shared:
         self.__dict__[_LINK].board.handler.before_reset(self)
         super().reset()  # type: ignore[misc]
 
+    def _apply(self, fn: Callable[[Any], Any], *args: Any, **kwargs: Any) -> Any:
+        return super()._apply(_Present(fn), *args, **kwargs)  # type: ignore[misc]
+
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Keep the shared class from the registry that the metric's own class may keep of its subclasses."""
 
@@ -199,6 +206,23 @@ class _Shared:
             function, *rest = self.__reduce_ex__(protocol)
         # pickle would complain that copyreg's function makes another class than the object's
         return (_new if function is copyreg.__newobj__ else function, *rest)  # type: ignore[attr-defined]
+
+
+def _apply_to_present(metric: Metric, fn: Callable[[Any], Any], *args: Any, **kwargs: Any) -> Any:
+    return type(metric)._apply(metric, _Present(fn), *args, **kwargs)
+
+
+class _Present:
+    """Applies a function to what is here: a metric's own weights may lie on other stages."""
+
+    def __init__(self, function: Callable[[Any], Any]) -> None:
+        self._function = function
+
+    def __call__(self, tensor: Any) -> Any:
+        return tensor if tensor.is_meta else self._function(tensor)
+
+    def __str__(self) -> str:  # torchmetrics goes by the function's name
+        return str(self._function)
 
 
 def metrics_in(path: str, holder: object) -> Iterator[tuple[str, Metric]]:

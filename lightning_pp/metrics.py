@@ -67,10 +67,10 @@ class SharedMetrics:
         self._num_changes = 0
         self._num_steps = 0
         self.batch = BatchValues(self._links.independent_copy, replicas)
+        self.share(metrics_in("self", module))
         for inner in module.modules():
             if isinstance(inner, Metric):
                 inner.to(device)  # on the same device, too: it takes the default dtype then, as in a plain run
-        self.share(metrics_in("self", module))
 
     def share(self, found: Iterable[tuple[str, Metric]]) -> None:
         """Share metrics, each with the name of the attribute that holds it."""

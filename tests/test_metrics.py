@@ -10,7 +10,7 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import TQDMProgressBar
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torchmetrics import MeanSquaredError, Metric, MetricCollection, SumMetric
 from torchmetrics.classification import BinaryAccuracy, MulticlassAccuracy
@@ -22,7 +22,7 @@ from lightning_pp.metrics import SharedMetrics
 from lightning_pp.runtime.groups import Replicas
 from tests.launch import run_ranks, try_ranks
 from tests.models import MLP
-from tests.training import QUIET
+from tests.training import QUIET, assert_same, piped, plain
 
 
 class Holder(LightningModule):
@@ -239,3 +239,42 @@ def test_a_progress_bar_asks_on_rank_0_alone() -> None:
     assert expected["sum"] == 42
     for found in run_ranks(show, 2, 2):
         assert found == pytest.approx(expected, abs=1e-9)
+
+
+class Learned(Metric):
+    """Computes with weights of its own, as scores with a network do."""
+
+    full_state_update = False
+    total: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).requires_grad_(False)
+        self.add_state("total", torch.zeros((), dtype=torch.float64), "sum")
+
+    def update(self, values: Tensor) -> None:
+        self.total += self.net(values).sum()
+
+    def compute(self) -> Tensor:
+        return self.total
+
+
+class LogsBeforeItCalls(MLP):
+    """Lightning shows the value of the batch before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.score = Learned()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        out = self.net(batch[0])
+        self.log("score", self.score, on_epoch=True)
+        self.log("batch_score", self.score(out.detach()), on_epoch=True)
+        return F.mse_loss(out, batch[1])
+
+
+def test_a_metric_with_weights_of_its_own() -> None:
+    reference, found = plain("MLP", cls=LogsBeforeItCalls), piped("MLP", 2, 3, cls=LogsBeforeItCalls)
+    assert {"score_step", "score_epoch", "batch_score_step"} <= reference.final.keys()
+    assert reference.final["score_step"] != reference.final["batch_score_step"]
+    assert_same(reference, found)
