@@ -193,7 +193,7 @@ def _state(value: Any, depth: int = _DEPTH) -> Any:
         return value
     if not depth:
         return id(value)
-    if isinstance(value, (list, dict)):
+    if isinstance(value, (list, dict, set, deque)):
         items = list(value.values() if isinstance(value, dict) else value)
         return (id(value), len(value), *(_state(item, depth - 1) for item in items[:_WIDTH] + items[-1:]))
     if _is_record(value):

@@ -1,6 +1,6 @@
 """Modules as their users would write them: no line in here knows of a pipeline."""
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from dataclasses import dataclass
 from typing import Any
 
@@ -820,6 +820,7 @@ class Keeper(MLP):
         self.predicted: list[float] = []
         self.average = Average()
         self.seen = 0
+        self.recent: deque[float] = deque(maxlen=4)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
@@ -844,6 +845,7 @@ class Keeper(MLP):
         self.predicted.extend(errors.tolist())
         self.average.update(errors)
         self.spread = errors.max()
+        self.recent.append(float(y.sum()))
 
     def on_validation_epoch_end(self) -> None:
         self.log("val_mean", torch.stack([output["loss"] for output in self.val_outputs]).mean())
@@ -854,6 +856,8 @@ class Keeper(MLP):
         self.log("val_max", max(self.predicted))
         self.log("val_number", float(len(self.predicted)))
         self.log("val_average", self.average.total / self.average.count)
+        self.log("spread", float(self.spread > 0))
+        self.log("recent", min(1.0, len(self.recent)))
         self.val_outputs.clear()
         self.by_name.clear()
         self.by_loader = [[]]
