@@ -161,8 +161,9 @@ class LogRecorder:
 
     def objects(self) -> list[MetricLog]:
         """The torchmetrics objects that were logged."""
-        if not self._objects or self._metrics is None:
+        if self._metrics is None:
             return []
+        # replicas evaluate together, also where one has logged nothing
         copies = {name: logged.copy for name, logged in self._objects.items()}
         # one that is called after it was logged shows the value next time
         last = {f"{name}/last": self._metrics.last_copy(logged.metric) for name, logged in self._objects.items()}

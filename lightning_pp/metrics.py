@@ -107,6 +107,9 @@ class SharedMetrics:
         Raises:
             MisconfigurationException: It is none.
         """
+        likely = link_of(metric).name.partition(".")[2] if metric in self._links else ""
+        if likely and dict(self._module.named_children()).get(likely) is metric:
+            return likely
         for name, module in self._module.named_modules():
             if module is metric:
                 return str(name)

@@ -6,6 +6,7 @@ import io
 import os
 import tempfile
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -317,28 +318,47 @@ def assert_same_values(found: list[Any], expected: list[Any]) -> None:
             assert ours[name] == wanted, f"{name} in snapshot {number}"
 
 
+def loggers(folder: Path) -> list[Any]:
+    has_tensorboard = find_spec("tensorboard") is not None
+    return [CSVLogger(folder), *([TensorBoardLogger(folder, "events")] if has_tensorboard else [])]
+
+
+def events_written(folder: Path) -> list[Any]:
+    """What TensorBoard would show: tags, steps and values, file by file."""
+    found = []
+    for path in sorted(folder.glob("events/*/events*"), key=lambda path: path.stat().st_mtime_ns):
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+        events = EventAccumulator(str(path))
+        events.Reload()
+        found += [{f"{tag}/{e.step}": e.value for e in events.Scalars(tag)} for tag in sorted(events.Tags()["scalars"])]
+    return found
+
+
 @cache
-def plainly(cls: type[Labelled]) -> tuple[Any, Any]:
+def plainly(cls: type[Labelled]) -> tuple[Any, Any, Any]:
     """What the run without the strategy shows and writes."""
-    with tempfile.TemporaryDirectory() as folder:
-        (seen,) = run_ranks(log, 1, cls, 0, 1, 2, logger=CSVLogger(folder))
-        return seen, rows_written(Path(folder))
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (seen,) = run_ranks(log, 1, cls, 0, 1, 2, logger=loggers(folder))
+        return seen, rows_written(folder), events_written(folder)
 
 
 @pytest.mark.parametrize(("cls", "stages"), [(ValidatesMetrics, 2), (LogsValues, 4)])
 def test_everything_that_can_be_logged(cls: type[Labelled], stages: int, tmp_path: Path) -> None:
     """Metrics called, logged and computed in every way; values logged with every option in every hook."""
-    expected, rows = plainly(cls)
-    for found in run_ranks(log, stages, cls, stages, 5, 2, logger=CSVLogger(tmp_path)):
+    expected, rows, events = plainly(cls)
+    for found in run_ranks(log, stages, cls, stages, 5, 2, logger=loggers(tmp_path)):
         assert_same_values(found, expected)
     assert_same_values(rows_written(tmp_path), rows)
+    assert_same_values(events_written(tmp_path), events)
 
 
 @pytest.mark.parametrize("cls", [ValidatesMetrics, LogsValues])
 def test_side_by_side(cls: type[Labelled]) -> None:
     """Two pipelines of two stages: values of both batches, but for what steps compute so far and what hooks log."""
     own = {"so_far", "seen", "seen_at_validation"}
-    expected, _ = plainly(cls)
+    expected, _, _ = plainly(cls)
     for found in run_ranks(log, 4, cls, 2, 3, 2, replicas=2):
         ours, theirs = (
             [{k: v for k, v in one.items() if k not in own and not k.startswith("in_")} for one in each]
