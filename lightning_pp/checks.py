@@ -11,8 +11,8 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_pp import precision
 from lightning_pp.compat import callbacks, is_overridden
+from lightning_pp.optimization import precision
 
 __all__: list[str] = []
 

@@ -16,13 +16,8 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from lightning_pp.arguments import Arguments
-from lightning_pp.copies import Copies
 from lightning_pp.data import NoBatchError
-from lightning_pp.jobs import StepRunner, split, whole_step
-from lightning_pp.logs import is_in_step
-from lightning_pp.materialise import Construction
-from lightning_pp.metrics import SharedMetrics
-from lightning_pp.ownership import Ownership
+from lightning_pp.metrics.shared import SharedMetrics
 from lightning_pp.partition.layers import find_layers
 from lightning_pp.partition.random_state import preserved
 from lightning_pp.partition.switch import Switchboard
@@ -37,6 +32,11 @@ from lightning_pp.runtime.mesh import Mesh
 from lightning_pp.runtime.planner import Cut, CutOptions, Planner
 from lightning_pp.runtime.stage import Stage
 from lightning_pp.schedule import Lowered, Schedule, build, forward_only, lower, placement_of
+from lightning_pp.steps.jobs import StepRunner, split, whole_step
+from lightning_pp.steps.logs import is_in_step
+from lightning_pp.weights.copies import Copies
+from lightning_pp.weights.materialise import Construction
+from lightning_pp.weights.ownership import Ownership
 
 __all__: list[str] = []
 

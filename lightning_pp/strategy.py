@@ -19,14 +19,18 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_pp import adapters, checks, compat, data, failure, kept, precision, signals
+from lightning_pp import checks, compat, data
+from lightning_pp.adapters import trainer as adapters
 from lightning_pp.arguments import Arguments
-from lightning_pp.materialise import Construction
-from lightning_pp.optimizing import OptimizingProcesses
-from lightning_pp.ownership import Ownership
+from lightning_pp.launch import failure, signals
+from lightning_pp.optimization import precision
+from lightning_pp.optimization.optimizing import OptimizingProcesses
 from lightning_pp.pipeline import Pipeline
 from lightning_pp.runtime.comm import job_store
 from lightning_pp.runtime.rng import run_seed
+from lightning_pp.steps import kept
+from lightning_pp.weights.materialise import Construction
+from lightning_pp.weights.ownership import Ownership
 
 __all__: list[str] = []
 

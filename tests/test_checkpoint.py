@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.distributed.checkpoint import FileSystemReader
 
 from lightning_pp import PipelineStrategy
-from lightning_pp.folder_reader import Folder
+from lightning_pp.saving.folder_reader import Folder
 from tests.checkpoints import Late, Resumable, SaveAt, Scheduled, assert_alike, by_number, load, train_all
 from tests.launch import run_ranks
 from tests.models import MODELS

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from lightning_pp import PipelineStrategy
-from lightning_pp.courier import Courier
+from lightning_pp.saving.courier import Courier
 from tests.checkpoints import Late, Scheduled, assert_alike, load
 from tests.launch import Failed, run_ranks, try_ranks
 from tests.training import QUIET

@@ -12,7 +12,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
 from lightning_pp import PipelineStrategy
-from lightning_pp.checkpoint_io import SafeCheckpointIO, beside, is_folder, replace
+from lightning_pp.saving.files import SafeCheckpointIO, beside, is_folder, replace
 from tests.launch import run_ranks
 from tests.models import MLP
 from tests.training import QUIET

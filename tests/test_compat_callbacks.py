@@ -9,7 +9,7 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torchmetrics import Metric, MetricCollection, SumMetric
 
 from lightning_pp import compat
-from lightning_pp.metric_links import _PASSING, _REPLACED
+from lightning_pp.metrics.links import _PASSING, _REPLACED
 
 
 def test_logged_metric_objects() -> None:

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_pp.courier import Courier
-from lightning_pp.interrupted import Meeting
 from lightning_pp.runtime.comm import job_store
+from lightning_pp.saving.courier import Courier
+from lightning_pp.saving.interrupted import Meeting
 from tests.launch import run_ranks
 
 SECONDS = timedelta(seconds=20)

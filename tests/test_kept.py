@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_pp.kept import KeptValues
+from lightning_pp.steps.kept import KeptValues
 from tests.models import MLP
 from tests.training import assert_same, piped, plain
 

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_pp import PipelineStrategy
-from lightning_pp.materialise import Construction
+from lightning_pp.weights.materialise import Construction
 from tests.launch import run_ranks
 from tests.models import GPT, MLP
 from tests.training import QUIET, Outcome, Watcher, assert_same, whole

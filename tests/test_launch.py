@@ -9,7 +9,7 @@ import pytest
 from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from lightning_pp import launching
+from lightning_pp.launch import launching
 from tests.commands import assert_same, plain, program, results, run, torchrun
 from tests.launch import run_ranks
 from tests.program import ROOT, train

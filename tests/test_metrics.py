@@ -17,8 +17,8 @@ from torchmetrics.classification import BinaryAccuracy, MulticlassAccuracy
 from torchmetrics.wrappers import ClasswiseWrapper, Running
 
 from lightning_pp import PipelineStrategy
-from lightning_pp.metric_groups import groups_of_whole_batches
-from lightning_pp.metrics import SharedMetrics
+from lightning_pp.metrics.groups import groups_of_whole_batches
+from lightning_pp.metrics.shared import SharedMetrics
 from lightning_pp.runtime.groups import Replicas
 from tests.launch import run_ranks, try_ranks
 from tests.models import MLP

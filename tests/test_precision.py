@@ -16,7 +16,8 @@ from torch.amp import GradScaler
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.optim.lr_scheduler import LambdaLR
 
-from lightning_pp import PipelineStrategy, precision
+from lightning_pp import PipelineStrategy
+from lightning_pp.optimization import precision
 from tests.launch import run_ranks
 from tests.models import GPT, MLP, MODELS
 from tests.test_replicas import assert_union, side_by_side

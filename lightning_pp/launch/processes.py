@@ -11,8 +11,9 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_pp import compat, failure, launching
+from lightning_pp import compat
 from lightning_pp.arguments import Arguments
+from lightning_pp.launch import failure, launching
 from lightning_pp.runtime.comm import backend_for, gather_with_gradients, job_store, losing_peers
 from lightning_pp.runtime.groups import Groups, make_groups
 from lightning_pp.runtime.mesh import Mesh

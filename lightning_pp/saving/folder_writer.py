@@ -20,8 +20,8 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 from typing_extensions import override
 
-from lightning_pp.checkpoint_io import METADATA, beside, check_replaceable, remove, replace, sync_file
-from lightning_pp.courier import Courier
+from lightning_pp.saving.courier import Courier
+from lightning_pp.saving.files import METADATA, beside, check_replaceable, remove, replace, sync_file
 
 __all__: list[str] = []
 

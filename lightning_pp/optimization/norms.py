@@ -12,9 +12,9 @@ from torch import Tensor
 # these two themselves, whatever stands in their modules while a pipeline trains
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from lightning_pp.collective import all_reduce
-from lightning_pp.ownership import Ownership
+from lightning_pp.launch.collective import all_reduce
 from lightning_pp.runtime.mesh import Mesh
+from lightning_pp.weights.ownership import Ownership
 
 __all__: list[str] = []
 

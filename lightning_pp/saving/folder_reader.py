@@ -17,9 +17,9 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_pp import compat
-from lightning_pp.checkpoint import optimizer_parameters
-from lightning_pp.checkpoint_io import METADATA
-from lightning_pp.folder_writer import MODEL_KEY, optimizer_key
+from lightning_pp.saving.files import METADATA
+from lightning_pp.saving.folder_writer import MODEL_KEY, optimizer_key
+from lightning_pp.saving.gather import optimizer_parameters
 
 __all__: list[str] = []
 

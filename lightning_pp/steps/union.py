@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_pp.logs import reduction_of
 from lightning_pp.runtime.groups import Replicas
 from lightning_pp.runtime.microbatch import weighted_mean
+from lightning_pp.steps.logs import reduction_of
 
 __all__: list[str] = []
 

@@ -15,7 +15,8 @@ from lightning.pytorch import Callback, Trainer
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_pp import compat, failure
+from lightning_pp import compat
+from lightning_pp.launch import failure
 from lightning_pp.runtime.comm import job_store, losing_peers
 
 __all__: list[str] = []

@@ -10,10 +10,10 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_pp.exchange import absent, exchange, named_tensors
 from lightning_pp.partition.switch import Switchboard
 from lightning_pp.runtime.mesh import Mesh
 from lightning_pp.runtime.planner import Cut
+from lightning_pp.weights.exchange import absent, exchange, named_tensors
 
 __all__: list[str] = []
 

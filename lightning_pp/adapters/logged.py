@@ -8,8 +8,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
 from lightning_pp import compat
-from lightning_pp.metric_links import metrics_in
-from lightning_pp.metrics import SharedMetrics
+from lightning_pp.metrics.links import metrics_in
+from lightning_pp.metrics.shared import SharedMetrics
 
 __all__: list[str] = []
 

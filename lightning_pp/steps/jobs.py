@@ -12,10 +12,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from lightning_pp import reports
-from lightning_pp.kept import KeptValues
-from lightning_pp.logs import LogRecorder, replay, replay_objects
-from lightning_pp.metrics import SharedMetrics
+from lightning_pp.metrics.shared import SharedMetrics
 from lightning_pp.partition import tree
 from lightning_pp.partition.random_state import preserved
 from lightning_pp.partition.trace import TraceError
@@ -25,7 +22,10 @@ from lightning_pp.runtime.flush import Flush
 from lightning_pp.runtime.groups import Replicas
 from lightning_pp.runtime.planner import Planner, StepPlan
 from lightning_pp.schedule import Lowered
-from lightning_pp.union import over_replicas
+from lightning_pp.steps import reports
+from lightning_pp.steps.kept import KeptValues
+from lightning_pp.steps.logs import LogRecorder, replay, replay_objects
+from lightning_pp.steps.union import over_replicas
 
 __all__: list[str] = []
 

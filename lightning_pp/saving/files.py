@@ -19,7 +19,7 @@ from lightning.fabric.plugins import TorchCheckpointIO
 from typing_extensions import override
 
 from lightning_pp import compat
-from lightning_pp.checkpoint import copied
+from lightning_pp.saving.gather import copied
 
 __all__: list[str] = []
 

@@ -9,9 +9,9 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_pp.courier import Courier
-from lightning_pp.ownership import Ownership
 from lightning_pp.runtime.mesh import Mesh
+from lightning_pp.saving.courier import Courier
+from lightning_pp.weights.ownership import Ownership
 
 __all__: list[str] = []
 

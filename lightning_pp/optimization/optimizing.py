@@ -10,11 +10,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_pp import compat, precision
-from lightning_pp.collective import all_reduce
-from lightning_pp.norms import StageNorms
+from lightning_pp import compat
+from lightning_pp.launch.collective import all_reduce
+from lightning_pp.optimization import precision
+from lightning_pp.optimization.norms import StageNorms
 from lightning_pp.pipeline import Pipeline
-from lightning_pp.state import CheckpointedProcesses
+from lightning_pp.saving.state import CheckpointedProcesses
 
 __all__: list[str] = []
 

@@ -19,8 +19,8 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.nn.utils import clip_grad
 
-from lightning_pp.collective import all_reduce
-from lightning_pp.norms import StageNorms
+from lightning_pp.launch.collective import all_reduce
+from lightning_pp.optimization.norms import StageNorms
 
 __all__: list[str] = []
 

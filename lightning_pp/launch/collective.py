@@ -7,7 +7,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_pp import failure
+from lightning_pp.launch import failure
 from lightning_pp.runtime.comm import job_store, losing_peers
 
 __all__: list[str] = []

@@ -13,13 +13,13 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_pp.exchange import exchange, named_tensors, swap
 from lightning_pp.partition.operators import storage_key
 from lightning_pp.partition.plan import held_by_layers
 from lightning_pp.partition.untouched import reachable
 from lightning_pp.runtime.deferred import deferring, recorded
 from lightning_pp.runtime.recording import Recording, on_meta
 from lightning_pp.runtime.rng import stream_seed
+from lightning_pp.weights.exchange import exchange, named_tensors, swap
 
 __all__: list[str] = []
 

@@ -11,7 +11,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import BaseFinetuning, BasePredictionWriter, ThroughputMonitor
 from torch.overrides import TorchFunctionMode
 
-from lightning_pp import averages, compat, logged, summary
+from lightning_pp import compat
+from lightning_pp.adapters import averages, logged, summary
 from lightning_pp.pipeline import Pipeline
 from lightning_pp.runtime.mesh import Mesh
 

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_pp import compat
-from lightning_pp.exchange import absent, exchange
-from lightning_pp.ownership import Ownership
+from lightning_pp.weights.exchange import absent, exchange
+from lightning_pp.weights.ownership import Ownership
 
 __all__: list[str] = []
 

@@ -10,7 +10,7 @@ import time
 from datetime import timedelta
 from typing import Any
 
-from lightning_pp.courier import WRITER, Courier
+from lightning_pp.saving.courier import WRITER, Courier
 
 __all__: list[str] = []
 

@@ -26,7 +26,14 @@ from typing_extensions import override
 
 from lightning_pp import compat
 from lightning_pp.arguments import Arguments
-from lightning_pp.checkpoint import (
+from lightning_pp.launch.processes import PipelineProcesses
+from lightning_pp.pipeline import Pipeline
+from lightning_pp.runtime.comm import job_store
+from lightning_pp.saving.courier import Courier
+from lightning_pp.saving.files import SafeCheckpointIO, is_folder, local_path
+from lightning_pp.saving.folder_reader import Folder, FolderOptimizer, FolderState
+from lightning_pp.saving.folder_writer import MODEL_KEY, optimizer_items, optimizer_key, save, together
+from lightning_pp.saving.gather import (
     Sources,
     gather_optimizer_state,
     gather_state_dict,
@@ -34,15 +41,8 @@ from lightning_pp.checkpoint import (
     own_optimizer_state,
     own_state,
 )
-from lightning_pp.checkpoint_io import SafeCheckpointIO, is_folder, local_path
-from lightning_pp.courier import Courier
-from lightning_pp.folder_reader import Folder, FolderOptimizer, FolderState
-from lightning_pp.folder_writer import MODEL_KEY, optimizer_items, optimizer_key, save, together
-from lightning_pp.interrupted import Meeting
-from lightning_pp.ownership import Ownership
-from lightning_pp.pipeline import Pipeline
-from lightning_pp.processes import PipelineProcesses
-from lightning_pp.runtime.comm import job_store
+from lightning_pp.saving.interrupted import Meeting
+from lightning_pp.weights.ownership import Ownership
 
 __all__: list[str] = []
 

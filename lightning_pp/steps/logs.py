@@ -14,11 +14,11 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_pp.batch_values import Origin
-from lightning_pp.metrics import SharedMetrics
+from lightning_pp.metrics.batch_values import Origin
+from lightning_pp.metrics.shared import SharedMetrics
 from lightning_pp.partition import tree
-from lightning_pp.reports import Call, taken_down
 from lightning_pp.runtime.microbatch import weighted_mean
+from lightning_pp.steps.reports import Call, taken_down
 
 __all__: list[str] = []
 

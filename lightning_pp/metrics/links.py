@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from torch import nn
 from torchmetrics import Metric
 
-from lightning_pp.batch_values import Calls, alone
+from lightning_pp.metrics.batch_values import Calls, alone
 
 __all__: list[str] = []
 

@@ -10,9 +10,9 @@ from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, 
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_pp import scaler
-from lightning_pp.clipping import StageClipping
-from lightning_pp.norms import StageNorms
+from lightning_pp.optimization import scaler
+from lightning_pp.optimization.clipping import StageClipping
+from lightning_pp.optimization.norms import StageNorms
 
 __all__: list[str] = []
 

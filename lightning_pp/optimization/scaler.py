@@ -18,7 +18,7 @@ from torch.cpu.amp.grad_scaler import GradScaler as CpuScaler
 from torch.cuda.amp.grad_scaler import GradScaler as CudaScaler
 from torch.optim import Optimizer
 
-from lightning_pp.collective import all_reduce
+from lightning_pp.launch.collective import all_reduce
 
 __all__: list[str] = []
 

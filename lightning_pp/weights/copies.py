@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_pp.ownership import Ownership
 from lightning_pp.runtime.average import GradientAverage
 from lightning_pp.runtime.comm import job_store, make_group
 from lightning_pp.runtime.gradients import GradientHold
 from lightning_pp.runtime.groups import Groups
 from lightning_pp.runtime.mesh import Mesh
+from lightning_pp.weights.ownership import Ownership
 
 __all__: list[str] = []
 

@@ -20,9 +20,9 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_pp.batch_values import BatchValues, synchronised
-from lightning_pp.metric_groups import groups_of_whole_batches
-from lightning_pp.metric_links import Link, Links, link_of, metrics_in
+from lightning_pp.metrics.batch_values import BatchValues, synchronised
+from lightning_pp.metrics.groups import groups_of_whole_batches
+from lightning_pp.metrics.links import Link, Links, link_of, metrics_in
 from lightning_pp.partition import tree
 from lightning_pp.runtime.groups import Replicas
 
