@@ -63,10 +63,12 @@ class SignalActions:
         handler(self._connector, signum, None)
 
 
-def connect_processes(environment: ClusterEnvironment, backend: str, timeout: timedelta, device: torch.device) -> None:
-    """Join the job's default process group, unless this process has already."""
+def connect_processes(
+    environment: ClusterEnvironment, backend: str, store: Any, timeout: timedelta, device: torch.device
+) -> None:
+    """Make the job's default process group by way of ``store``."""
     device_id = device if device.type != "cpu" else None
-    _init_dist_connection(environment, backend, timeout=timeout, device_id=device_id)
+    _init_dist_connection(environment, backend, store=store, timeout=timeout, device_id=device_id)
 
 
 def is_sequential(combined: Any) -> bool:

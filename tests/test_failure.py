@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lightning.pytorch import Callback, LightningModule, Trainer
 
-from tests.launch import Failed, try_ranks
+from tests.launch import Failed, run_ranks, try_ranks
+from tests.training import Outcome, fit
 
 LIMIT = 10.0
 ROOT = Path(__file__).parents[1]
@@ -180,3 +182,30 @@ def failing_and_waiting() -> str:
         time.sleep(5 if os.environ["LOCAL_RANK"] == "2" else 0)
         return text
     raise AssertionError("nothing failed")
+
+
+class FailsOnce(Callback):
+    """Fails on one rank in the middle of training."""
+
+    outcome: Outcome
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if trainer.global_rank == 1 and batch_idx == 1:
+            raise ValueError("planted on one rank")
+
+
+def fails_and_goes_on() -> tuple[str, int]:
+    """A script that catches a failed run and goes on to the next one; returns what the first one said."""
+    options: dict[str, Any] = {"strategy": {"stages": 2, "microbatches": 2}, "devices": 2}
+    try:
+        fit("MLP", callbacks=(FailsOnce,), **options)
+    except (ValueError, RuntimeError) as error:
+        text = str(error)
+    return text, fit("MLP", **options).global_step
+
+
+def test_a_script_goes_on_after_a_failed_run() -> None:
+    """The processes were disconnected, and found the addresses of their first meeting: they waited for ever."""
+    for text, steps in run_ranks(fails_and_goes_on, 2):
+        assert "planted on one rank" in text
+        assert steps == 6

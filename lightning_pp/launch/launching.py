@@ -1,11 +1,16 @@
-"""What can be known about a job before its processes are connected: is there a script to start again, is it one job."""
+"""What comes before processes are connected: is there a script to start again, is it one job, where do they meet."""
 
 from __future__ import annotations
 
+import atexit
+import os
 import sys
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
+from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 __all__: list[str] = []
@@ -47,3 +52,17 @@ def check_same_job(world_size: int) -> None:
             f" devices x num_nodes = {world_size}. Use the same devices and num_nodes for all Trainers of a script, or"
             " put the other run into a script of its own."
         )
+
+
+def open_store(environment: ClusterEnvironment, timeout: timedelta) -> Any:
+    """The key-value store through which the processes find each other.
+
+    A failure disconnects them, and a script may go on to its next Trainer. They meet again in the same store, whose
+    server lives as long as the process of rank 0, under keys that nobody has used before.
+    """
+    os.environ["MASTER_ADDR"] = environment.main_address
+    os.environ["MASTER_PORT"] = str(environment.main_port)
+    rank = environment.global_rank()
+    store, *_ = next(iter(dist.rendezvous("env://", rank, environment.world_size(), timeout=timeout)))
+    atexit.register(id, store)  # a reference that lasts
+    return dist.PrefixStore(f"lightning_pp/{store.add(f'lightning_pp/connections/{rank}', 1)}", store)

@@ -116,9 +116,13 @@ class PipelineProcesses(ParallelStrategy):
         num_stages = self.arguments.num_stages(self.world_size)
         assert self.cluster_environment is not None
         backend = backend_for(self.root_device, self.arguments.process_group_backend)
-        compat.connect_processes(self.cluster_environment, backend, self.arguments.timeout, self.root_device)
+        if not dist.is_initialized():
+            timeout = self.arguments.timeout
+            store = launching.open_store(self.cluster_environment, timeout)
+            compat.connect_processes(self.cluster_environment, backend, store, timeout, self.root_device)
         self._mesh = Mesh(self.global_rank, num_stages, self.world_size // num_stages)
-        self._groups = make_groups(self._mesh, backend, self.arguments.timeout)
+        if self._groups is None:
+            self._groups = make_groups(self._mesh, backend, self.arguments.timeout)
         self._host_group = self._groups.everyone
         failure.reset(job_store(), self.global_rank, self._host_group)
 
