@@ -51,7 +51,6 @@ def test_batch_hooks_and_overrides() -> None:
 
 def test_the_job_store_and_the_backends() -> None:
     assert callable(dist.distributed_c10d._get_default_store)
-    assert callable(dist.rendezvous)
     assert hasattr(dist, "ProcessGroupGloo")
     assert hasattr(dist, "PrefixStore")
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch.distributed.rendezvous import rendezvous
 
 __all__: list[str] = []
 
@@ -63,6 +64,6 @@ def open_store(environment: ClusterEnvironment, timeout: timedelta) -> Any:
     os.environ["MASTER_ADDR"] = environment.main_address
     os.environ["MASTER_PORT"] = str(environment.main_port)
     rank = environment.global_rank()
-    store, *_ = next(iter(dist.rendezvous("env://", rank, environment.world_size(), timeout=timeout)))
+    store, *_ = next(iter(rendezvous("env://", rank, environment.world_size(), timeout=timeout)))
     atexit.register(id, store)  # a reference that lasts
-    return dist.PrefixStore(f"lightning_pp/{store.add(f'lightning_pp/connections/{rank}', 1)}", store)
+    return dist.distributed_c10d.PrefixStore(f"lightning_pp/{store.add(f'lightning_pp/connections/{rank}', 1)}", store)
