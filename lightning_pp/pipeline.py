@@ -22,8 +22,9 @@ from lightning_pp.partition.layers import find_layers
 from lightning_pp.partition.random_state import preserved
 from lightning_pp.partition.switch import Switchboard
 from lightning_pp.partition.trace import Trace
-from lightning_pp.runtime.comm import backend_for
+from lightning_pp.runtime.comm import Clock, backend_for
 from lightning_pp.runtime.engine import Engine
+from lightning_pp.runtime.events import Recorder, StepRecord
 from lightning_pp.runtime.flush import Flush
 from lightning_pp.runtime.gradients import GradientHold
 from lightning_pp.runtime.groups import Groups
@@ -135,6 +136,18 @@ class Pipeline:
                 self.ownership.mark()
         self.ownership.to_device(self._device)
         self._connect(board, planner)
+
+    def record(self, listener: Callable[[StepRecord], None]) -> Recorder:
+        """Record training steps from now on, and give them to ``listener``; whoever listens ends each step."""
+        if self.engine.recorder is None:
+            self.engine.recorder = Recorder(Clock(self._device))
+        self.engine.recorder.subscribe(listener)
+        return self.engine.recorder
+
+    def mark(self, what: str) -> None:
+        """Something outside of the engine has ended."""
+        if self.engine.recorder is not None:
+            self.engine.recorder.mark(what)
 
     @property
     def is_planning(self) -> bool:

@@ -220,6 +220,8 @@ class PipelineStrategy(OptimizingProcesses):
         skips = compat.skips_backward(trainer)
         held_back = skips or window_start or compat.watches(trainer, module, "on_before_backward")
         keeps_old = not window_start or compat.watches(trainer, module, "on_before_zero_grad", "optimizer_zero_grad")
+        if pipeline.engine.recorder is not None:
+            pipeline.engine.recorder.begin(trainer.fit_loop.total_batch_idx)
         step = pipeline.runner.prepare(
             "training_step",
             args,
@@ -235,10 +237,14 @@ class PipelineStrategy(OptimizingProcesses):
             averages=self.data_parallel_size > 1 and compat.is_window_end(trainer) and not skips,
             is_whole=window_start or not held_back,
         )
+        pipeline.mark("prepare")
         with pipeline.runner.running(step):
             results = pipeline.engine.run(step.job)
         pipeline.gradients.finish(held_back, keep=not skips)
-        return pipeline.runner.finish(step, results)
+        pipeline.mark("reduce")
+        output = pipeline.runner.finish(step, results)
+        pipeline.mark("share")
+        return output
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -271,6 +277,7 @@ class PipelineStrategy(OptimizingProcesses):
         closure_loss = self.precision_plugin.post_backward(closure_loss, module)
         self.post_backward(closure_loss)
         self._check_hooks("on_before_backward", "on_after_backward")
+        self.pipeline.mark("hooks")
         return closure_loss
 
     def _contexts(self) -> dict[str, _Context]:

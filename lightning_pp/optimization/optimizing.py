@@ -50,6 +50,8 @@ class OptimizingProcesses(CheckpointedProcesses):
     def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         result = super().optimizer_step(optimizer, *args, **kwargs)
         self._check_hooks("on_before_optimizer_step", "configure_gradient_clipping", "optimizer_step")
+        assert self._pipeline is not None
+        self._pipeline.mark("optimizer")
         return result
 
     def grad_norm(self, norm_type: float = 2.0, optimizer: Optimizer | None = None) -> Tensor:

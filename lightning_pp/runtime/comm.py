@@ -8,8 +8,10 @@ the job's store that is named after the channel.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -110,6 +112,44 @@ class Pending:
     def is_done(self) -> bool:
         """Whether waiting is sure to return at once (Gloo cannot tell, and says no)."""
         return not self._on_host and bool(self._work.is_completed())
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A moment: seconds of the host's clock, and for a GPU the event that its stream passes."""
+
+    host: float
+    event: torch.cuda.Event | None = None
+
+
+class Clock:
+    """Tells when a device does something, in seconds of the host's monotonic clock, the same for all its processes.
+
+    Args:
+        device: A CPU does what the host does; the host runs ahead of a GPU, whose stream is followed instead.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_cuda = device.type == "cuda"
+
+    def mark(self) -> Mark:
+        """Now, on the host; for a GPU the moment at which its stream gets here."""
+        if not self._is_cuda:
+            return Mark(time.monotonic())
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return Mark(time.monotonic(), event)
+
+    def has_passed(self, mark: Mark) -> bool:
+        """Whether the device has got to ``mark``; does not wait for it."""
+        return mark.event is None or bool(mark.event.query())  # type: ignore[no-untyped-call]
+
+    def seconds(self, marks: Sequence[Mark]) -> list[float]:
+        """When each was passed. For a GPU the first is taken to be passed as soon as the host has made it."""
+        begin = marks[0].event
+        if begin is None:
+            return [mark.host for mark in marks]
+        return [marks[0].host + begin.elapsed_time(mark.event) / 1000 for mark in marks if mark.event is not None]
 
 
 class Readback:

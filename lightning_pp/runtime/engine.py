@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -13,8 +13,10 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from lightning_pp.partition import tree
-from lightning_pp.runtime.channel import Message, Receiver, Sender, Spec, Specs, gradient_specs
+from lightning_pp.runtime.channel import Message, Receiver, Sender, Spec, Specs
 from lightning_pp.runtime.comm import PeerLost
+from lightning_pp.runtime.events import Recorder
+from lightning_pp.runtime.job import Job, SignaturePlan
 from lightning_pp.runtime.program import Key, Program, Task, prepare
 from lightning_pp.runtime.stage import Layout, Stage
 from lightning_pp.schedule import Edge, Kind, Lowered, mark
@@ -27,51 +29,6 @@ _REMEMBERED = 256
 
 class PipelineError(RuntimeError):
     """A step failed; names rank, stage, op, micro-batch and layer, and shows the program with the op marked."""
-
-
-class SignaturePlan:
-    """What is known of micro-batches of one signature.
-
-    Attributes:
-        layouts: One per stage of this rank.
-        specs: ``{receiving stage: what crosses into it}``, learnt from the first message.
-        gradients: ``{receiving stage: what the gradients of that look like}``.
-    """
-
-    def __init__(self, layouts: Mapping[int, Layout]) -> None:
-        self.layouts = layouts
-        self.specs: dict[int, Specs] = {}
-        self.gradients: dict[int, Specs] = {}
-
-    def learn(self, stage: int, specs: Specs) -> None:
-        """Remember what crosses into ``stage``."""
-        self.specs[stage] = specs
-        self.gradients[stage - 1] = gradient_specs(specs)
-
-
-@dataclass
-class Job:
-    """One batch to run.
-
-    Attributes:
-        lowered: The schedule with its messages.
-        step: ``step(mb)`` runs the user's step on micro-batch ``mb`` in its contexts and returns its result.
-        loss_of: Takes the loss out of a result; None for a forward-only job.
-        plans: One per micro-batch.
-        scales: What each micro-batch's loss is multiplied by.
-        loss_scaling: Multiplies a tensor by the present scale of a loss scaler; None where there is none.
-        backward_done: Called after this rank's last backward, before its last messages.
-        results: What the last stage's steps returned, by micro-batch.
-    """
-
-    lowered: Lowered
-    step: Callable[[int], Any]
-    plans: Sequence[SignaturePlan]
-    loss_of: Callable[[Any], Tensor] | None = None
-    scales: Sequence[float] = ()
-    loss_scaling: Callable[[Tensor], Tensor] | None = None
-    backward_done: Callable[[], None] | None = None
-    results: dict[int, Any] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -98,6 +55,7 @@ class Engine:
     Attributes:
         in_flight_peak: Most micro-batches that were held for backward at once, since the last reset.
         buffers_peak: Most messages that were posted or held by receivers at once, since the last reset.
+        recorder: Told of each op that has ended; None for nobody.
     """
 
     def __init__(
@@ -132,6 +90,7 @@ class Engine:
         }
         self.in_flight_peak = 0
         self.buffers_peak = 0
+        self.recorder: Recorder | None = None
 
     def prepare(self, lowered: Lowered) -> Program:
         """Make this rank's program ready, once.
@@ -159,11 +118,14 @@ class Engine:
             raise PipelineError(f"This pipeline cannot go on after its failure. That was: {self._failed}")
         program = self.prepare(job.lowered)
         handlers, tasks = self._handlers, program.tasks
+        mark = self.recorder.mark if self.recorder is not None else None
         index = 0
         try:
             self._begin(job, program)
             for index, task in enumerate(tasks):  # noqa: B007 - the failure needs it
                 handlers[task.op.kind](job, task)
+                if mark is not None:
+                    mark(task.op)
             for sender, _ in program.windows:
                 sender.finish()
         except Exception as error:

@@ -15,7 +15,7 @@ from lightning_pp.partition import plan as planning
 from lightning_pp.partition.cost import call_costs, time_call
 from lightning_pp.partition.switch import Switchboard
 from lightning_pp.partition.trace import Trace, trace_step
-from lightning_pp.runtime.engine import SignaturePlan
+from lightning_pp.runtime.job import SignaturePlan
 from lightning_pp.runtime.stage import Layout, absent_tensors
 
 __all__: list[str] = []

@@ -17,9 +17,9 @@ from lightning_pp.partition import tree
 from lightning_pp.partition.random_state import preserved
 from lightning_pp.partition.trace import TraceError
 from lightning_pp.runtime import microbatch, rng
-from lightning_pp.runtime.engine import Job
 from lightning_pp.runtime.flush import Flush
 from lightning_pp.runtime.groups import Replicas
+from lightning_pp.runtime.job import Job
 from lightning_pp.runtime.planner import Planner, StepPlan
 from lightning_pp.schedule import Lowered
 from lightning_pp.steps import reports

@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_pp.runtime.comm import job_store
-from lightning_pp.runtime.engine import Engine, Job, SignaturePlan
+from lightning_pp.runtime.engine import Engine
+from lightning_pp.runtime.job import Job, SignaturePlan
 from lightning_pp.runtime.links import open_links
 from lightning_pp.runtime.mesh import Mesh
 from lightning_pp.schedule import Kind, Op, Schedule, forward_only, has_backward, lower, placement_of

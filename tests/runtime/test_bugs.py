@@ -7,7 +7,7 @@ import torch
 
 from lightning_pp.runtime import microbatch
 from lightning_pp.runtime.channel import DEPTH, Spec, Specs
-from lightning_pp.runtime.engine import SignaturePlan
+from lightning_pp.runtime.job import SignaturePlan
 from lightning_pp.runtime.window import WINDOW
 from lightning_pp.schedule import Schedule, gpipe, one_f_one_b
 from tests.launch import run_ranks

@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_pp.runtime.engine import Engine, Job, PipelineError, SignaturePlan
+from lightning_pp.runtime.engine import Engine, PipelineError
+from lightning_pp.runtime.job import Job, SignaturePlan
 from lightning_pp.schedule import (
     SCHEDULES,
     Kind,

@@ -1,0 +1,60 @@
+"""What the engine is given: one batch to run, and what is known of its micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from lightning_pp.runtime.channel import Specs, gradient_specs
+from lightning_pp.runtime.stage import Layout
+from lightning_pp.schedule import Lowered
+
+__all__: list[str] = []
+
+
+class SignaturePlan:
+    """What is known of micro-batches of one signature.
+
+    Attributes:
+        layouts: One per stage of this rank.
+        specs: ``{receiving stage: what crosses into it}``, learnt from the first message.
+        gradients: ``{receiving stage: what the gradients of that look like}``.
+    """
+
+    def __init__(self, layouts: Mapping[int, Layout]) -> None:
+        self.layouts = layouts
+        self.specs: dict[int, Specs] = {}
+        self.gradients: dict[int, Specs] = {}
+
+    def learn(self, stage: int, specs: Specs) -> None:
+        """Remember what crosses into ``stage``."""
+        self.specs[stage] = specs
+        self.gradients[stage - 1] = gradient_specs(specs)
+
+
+@dataclass
+class Job:
+    """One batch to run.
+
+    Attributes:
+        lowered: The schedule with its messages.
+        step: ``step(mb)`` runs the user's step on micro-batch ``mb`` in its contexts and returns its result.
+        loss_of: Takes the loss out of a result; None for a forward-only job.
+        plans: One per micro-batch.
+        scales: What each micro-batch's loss is multiplied by.
+        loss_scaling: Multiplies a tensor by the present scale of a loss scaler; None where there is none.
+        backward_done: Called after this rank's last backward, before its last messages.
+        results: What the last stage's steps returned, by micro-batch.
+    """
+
+    lowered: Lowered
+    step: Callable[[int], Any]
+    plans: Sequence[SignaturePlan]
+    loss_of: Callable[[Any], Tensor] | None = None
+    scales: Sequence[float] = ()
+    loss_scaling: Callable[[Tensor], Tensor] | None = None
+    backward_done: Callable[[], None] | None = None
+    results: dict[int, Any] = field(default_factory=dict)
