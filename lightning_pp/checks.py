@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_pp.compat import callbacks, is_overridden
 from lightning_pp.optimization import precision
+from lightning_pp.weights.ownership import Ownership
 
 __all__: list[str] = []
 
@@ -52,6 +53,22 @@ def check_run(trainer: Trainer, module: LightningModule, num_stages: int, num_re
                 raise MisconfigurationException(
                     f"PipelineStrategy does not support the callback {type(callback).__name__}: {why}. Remove it."
                 )
+
+
+def check_copies(trainer: Trainer, module: LightningModule) -> None:
+    """Check, before callbacks copy the model, that it is there to be copied.
+
+    Raises:
+        MisconfigurationException: An earlier run has left each process its own stage.
+    """
+    if not any(parameter.is_meta for parameter in module.parameters()) or Ownership.of(module) is None:
+        return
+    for callback in callbacks(trainer):
+        if any(cls.__name__ == "WeightAveraging" for cls in type(callback).__mro__):
+            raise MisconfigurationException(
+                f"{type(callback).__name__} copies the whole model when a run begins, and this {type(module).__name__}"
+                " was cut into stages by an earlier run. Save a checkpoint, and load it into a new module."
+            )
 
 
 def _check_module(module: LightningModule) -> None:

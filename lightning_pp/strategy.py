@@ -131,6 +131,12 @@ class PipelineStrategy(OptimizingProcesses):
             yield
 
     @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        module = self._module()
+        checks.check_copies(module.trainer, module)
+
+    @override
     def setup(self, trainer: Trainer) -> None:
         assert self.accelerator is not None
         self.accelerator.setup(trainer)

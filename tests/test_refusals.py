@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer, callbacks
 from lightning.pytorch.callbacks import ModelPruning
 
 from lightning_pp import PipelineStrategy
@@ -217,3 +217,22 @@ def warnings_of_batch_norm() -> list[str]:
         trainer = Trainer(accelerator="cpu", devices=1, strategy=strategy, precision="64-true", max_epochs=1, **QUIET)
         trainer.fit(GlueBuffers(), GlueBuffers.loader())
     return [str(one.message) for one in caught if "BatchNorm" in str(one.message)]
+
+
+def averages_twice() -> str:
+    """Fits a module with averaged weights a second time; each process holds its own stage by then."""
+    module = MLP()
+    options: dict[str, Any] = {"accelerator": "cpu", "devices": 2, "max_epochs": 1, **QUIET}
+    averaging = callbacks.WeightAveraging
+    for _ in range(2):
+        strategy = PipelineStrategy(stages=2, microbatches=2)
+        Trainer(strategy=strategy, callbacks=[averaging()], **options).fit(module, module.loader())
+    return "not refused"
+
+
+@pytest.mark.skipif(not hasattr(callbacks, "WeightAveraging"), reason="this version of Lightning has no such callback")
+def test_averages_of_a_model_that_is_in_stages_already() -> None:
+    """Copying a module whose parameters lie elsewhere ended in a NotImplementedError of torch."""
+    for failure in try_ranks(averages_twice, 2):
+        assert "WeightAveraging copies the whole model" in str(failure)
+        assert "MisconfigurationException" in str(failure)
