@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn
 
-from .schedule import SCHEDULES, Costs, Schedule, Timeline, build, grid, held, phases, simulate, ticks
+from .schedule import SCHEDULES, Costs, Schedule, Timeline, build, grid, held, phases, placement_of, simulate, ticks
+from .schedule.costsfile import read_costs
+from .schedule.picture import Picture, panel_of
+from .schedule.svg import to_svg
 
 __all__: list[str] = []
 
@@ -30,35 +33,83 @@ def _add_schedule(subparsers: _Subparsers[_Parser]) -> None:
     parser = subparsers.add_parser("schedule", help="draw a schedule and say what it costs")
     parser.add_argument(
         "--schedule",
-        default="1f1b",
-        help=f"a name ({', '.join(SCHEDULES)}) or a CSV file; default %(default)s",
+        action="append",
+        help=f"a name ({', '.join(SCHEDULES)}) or a CSV file; default 1f1b. Several with --compare",
     )
+    parser.add_argument("--compare", action="store_true", help="one table of several schedules; default all names")
     parser.add_argument("--stages", type=int, required=True, help="number of ranks in the pipeline")
     parser.add_argument("--microbatches", type=int, required=True, help="number of micro-batches in a batch")
-    parser.add_argument("--forward", type=float, default=1.0, help="time of a forward; default %(default)s")
-    parser.add_argument("--backward", type=float, default=1.0, help="time of a full backward; default %(default)s")
+    parser.add_argument("--forward", type=float, help="time of a forward; default 1")
+    parser.add_argument("--backward", type=float, help="time of a full backward; default 1")
     parser.add_argument("--input", type=float, help="time of an input gradient (I); default that of a forward")
     parser.add_argument("--weight", type=float, help="time of a weight gradient (W); default that of a forward")
-    parser.add_argument("--transfer", type=float, default=0.0, help="time of a message; default %(default)s")
+    parser.add_argument("--transfer", type=float, help="time of a message; default 0")
+    parser.add_argument("--costs", metavar="FILE", help="times per stage from a JSON or CSV file, instead of those")
+    parser.add_argument("--svg", metavar="FILE", help="write a picture")
+    parser.add_argument("--png", metavar="FILE", help="write a picture; needs matplotlib")
     parser.add_argument("--trace", type=int, metavar="RANK", help="list what this rank holds, tick by tick")
     parser.set_defaults(answer=_schedule)
 
 
 def _schedule(args: argparse.Namespace) -> str:
     """Answers ``schedule``: grid, counts per rank, makespan, bubble, and the trace of a rank if asked for."""
-    schedule = build(args.schedule, args.stages, args.microbatches)
-    costs = Costs(
-        forward=args.forward,
-        backward=args.backward,
-        input=args.forward if args.input is None else args.input,
-        weight=args.forward if args.weight is None else args.weight,
-        transfer=args.transfer,
-    )
-    timeline = simulate(schedule, costs)
-    parts = [grid(schedule, costs), _counts(schedule, timeline), _totals(args, timeline)]
-    if args.trace is not None:
-        parts.append(_trace(schedule, args.trace, costs))
+    if args.compare and args.trace is not None:
+        raise ValueError("--trace is about one schedule: leave out --compare")
+    names = args.schedule or (list(SCHEDULES) if args.compare else ["1f1b"])
+    if len(names) > 1 and not args.compare:
+        raise ValueError(f"{len(names)} schedules: add --compare for a table of them, or give one")
+    schedules = {name: build(name, args.stages, args.microbatches) for name in names}
+    costs = _costs(args, len(placement_of(schedules[names[0]])))
+    timelines = {name: simulate(schedule, costs) for name, schedule in schedules.items()}
+    parts = [_comparison(timelines)] if args.compare else []
+    for name, schedule in {} if args.compare else schedules.items():
+        parts += [grid(schedule, costs), _counts(schedule, timelines[name])]
+        parts.append(_totals(args, timelines[name]))
+        if args.trace is not None:
+            parts.append(_trace(schedule, args.trace, costs))
+    _draw(args, timelines)
     return "\n\n".join(parts)
+
+
+def _costs(args: argparse.Namespace, num_stages: int) -> Costs:
+    names = ("forward", "backward", "input", "weight", "transfer")
+    given = {name: value for name in names if (value := getattr(args, name)) is not None}
+    if args.costs is not None:
+        if given:
+            raise ValueError(f"give costs by --costs or by --{next(iter(given))}, not by both")
+        return read_costs(args.costs, num_stages)
+    forward = given.get("forward", 1.0)
+    return Costs(**{"forward": forward, "backward": 1.0, "input": forward, "weight": forward, **given})
+
+
+def _comparison(timelines: Mapping[str, Timeline]) -> str:
+    width = max(len("schedule"), *map(len, timelines))
+    lines = [f"{'schedule':<{width}}  makespan  bubble  in flight by rank"]
+    for name, timeline in timelines.items():
+        held = " ".join(str(timeline.in_flight[rank]) for rank in range(timeline.num_ranks))
+        lines.append(f"{name:<{width}}  {timeline.makespan:>8g}  {timeline.bubble_fraction:.4f}  {held}")
+    return "\n".join(lines)
+
+
+def _draw(args: argparse.Namespace, timelines: Mapping[str, Timeline]) -> None:
+    """Writes the pictures that are asked for."""
+    if args.svg is None and args.png is None:
+        return
+    titles = {
+        name: f"{name}: makespan {timeline.makespan:g}, bubble {timeline.bubble_fraction:.4f}"
+        for name, timeline in timelines.items()
+    }
+    picture = Picture([panel_of(timeline, titles[name]) for name, timeline in timelines.items()])
+    try:
+        if args.png is not None:
+            from .callbacks.png import write_png  # needs what few have
+
+            write_png(picture, args.png)
+        if args.svg is not None:
+            with open(args.svg, "w", encoding="utf-8") as file:
+                file.write(to_svg(picture))
+    except (OSError, ImportError) as error:
+        raise ValueError(f"cannot write a picture: {error}") from error
 
 
 def _counts(schedule: Schedule, timeline: Timeline) -> str:

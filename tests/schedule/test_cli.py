@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
 from lightning_pp.__main__ import main
@@ -60,6 +62,53 @@ def test_takes_a_file(capsys, tmp_path):
     assert capsys.readouterr().out == EXPECTED
 
 
+COMPARISON = """\
+schedule    makespan  bubble  in flight by rank
+gpipe             33  0.2727  8 8 8 8
+1f1b              33  0.2727  4 3 2 1
+eager_1f1b        33  0.2727  7 5 3 1
+"""
+
+
+def test_compares_schedules(capsys, tmp_path):
+    sizes = ["--stages", "4", "--microbatches", "8", "--backward", "2"]
+    main(["schedule", "--compare", *sizes])
+    assert capsys.readouterr().out == COMPARISON
+    write_csv(one_f_one_b(4, 8), tmp_path / "mine.csv")
+    main(["schedule", "--schedule", "gpipe", "--schedule", str(tmp_path / "mine.csv"), "--compare", *sizes])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[1:3] for line in lines[1:]] == [["33", "0.2727"]] * 2
+    assert len({line.rindex("0.2727") for line in lines[1:]}) == 1
+
+
+def test_takes_costs_per_stage(capsys, tmp_path):
+    path = tmp_path / "costs.json"
+    path.write_text('{"forward": [2, 3], "backward": [2, 1]}')
+    main(["schedule", "--schedule", "gpipe", "--stages", "2", "--microbatches", "2", "--costs", str(path)])
+    assert "\nrank 1 | .  .  F0------ F1------ B0 B1 .  .  .\n" in capsys.readouterr().out
+
+
+def test_draws(capsys, tmp_path):
+    main(["schedule", *SIZES, "--svg", str(tmp_path / "a.svg")])
+    assert capsys.readouterr().out == EXPECTED
+    text = (tmp_path / "a.svg").read_text()
+    assert ">1f1b: makespan 8, bubble 0.2500</text>" in text
+    assert text.count('class="forward"') == 6 + 1
+    main(["schedule", *SIZES, "--compare", "--svg", str(tmp_path / "a.svg")])
+    assert (tmp_path / "a.svg").read_text().count('class="forward"') == 3 * 6 + 1
+
+
+def test_draws_png(tmp_path, monkeypatch, capsys):
+    with monkeypatch.context() as patched:
+        patched.setitem(sys.modules, "matplotlib", None)
+        with pytest.raises(SystemExit):
+            main(["schedule", *SIZES, "--png", str(tmp_path / "a.png")])
+    assert "pip install 'lightning-pp[pictures]'" in capsys.readouterr().err
+    pytest.importorskip("matplotlib", reason="needs matplotlib, of the extra 'pictures'")
+    main(["schedule", *SIZES, "--png", str(tmp_path / "a.png")])
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_splits_the_backward(capsys, tmp_path):
     (tmp_path / "split.csv").write_text("0F0,0I0,0W0\n")
     sizes = ["--stages", "1", "--microbatches", "1", "--input", "2", "--weight", "3"]
@@ -87,6 +136,11 @@ def test_splits_the_backward(capsys, tmp_path):
             ["schedule", *SIZES, "--backward", "0"],
             "backward of stage 1 must be a finite number above 0, got 0.0",
         ),
+        (["schedule", *SIZES, "--schedule", "gpipe", "--schedule", "1f1b"], "2 schedules: add --compare"),
+        (["schedule", *SIZES, "--compare", "--trace", "0"], "--trace is about one schedule: leave out --compare"),
+        (["schedule", *SIZES, "--costs", "a.json", "--transfer", "1"], "give costs by --costs or by --transfer"),
+        (["schedule", *SIZES, "--costs", "none.json"], "cannot read costs from 'none.json'"),
+        (["schedule", *SIZES, "--svg", "/nowhere/a.svg"], "cannot write a picture"),
         (["schedule", *SIZES, "--transfer", "-1"], "must be a finite number of at least 0, got -1.0"),
     ],
 )

@@ -1,0 +1,3 @@
+"""What can be seen of a run."""
+
+__all__: list[str] = []
