@@ -102,6 +102,7 @@ def _rank_main(
         WORLD_SIZE=str(world_size),
         NODE_RANK="0",
         LOCAL_RANK=str(rank),
+        OMP_NUM_THREADS="1",  # or Lightning's launcher would choose another number of threads
     )
     try:
         result = function(*args, **kwargs)
