@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn
 
+from .planning.command import add_plan
 from .schedule import SCHEDULES, Costs, Schedule, Timeline, build, grid, held, phases, placement_of, simulate, ticks
 from .schedule.costsfile import read_costs
 from .schedule.picture import Picture, panel_of
@@ -141,7 +142,7 @@ def _trace(schedule: Schedule, rank: int, costs: Costs) -> str:
     return "\n".join(lines)
 
 
-COMMANDS: tuple[Callable[[_Subparsers[_Parser]], None], ...] = (_add_schedule,)
+COMMANDS: tuple[Callable[[_Subparsers[_Parser]], None], ...] = (_add_schedule, add_plan)
 """The functions that add the subcommands."""
 
 

@@ -14,7 +14,7 @@ import pytest
 
 PACKAGE = "lightning_pp"
 ROOT = Path(__file__).parents[1] / PACKAGE
-FOLDERS = {"schedule": 0, "partition": 1, "runtime": 2, "callbacks": 4}
+FOLDERS = {"schedule": 0, "partition": 1, "runtime": 2, "callbacks": 4, "planning": 4}
 STRATEGY, FACE = 3, 5
 
 
@@ -75,6 +75,7 @@ def test_imports_go_one_way() -> None:
         ("strategy", 3),
         ("precision", 3),
         ("callbacks.bubble", 4),
+        ("planning.command", 4),
         ("", 5),
         ("__init__", 5),
         ("__main__", 5),
