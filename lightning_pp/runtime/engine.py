@@ -16,6 +16,7 @@ from lightning_pp.partition import tree
 from lightning_pp.runtime.channel import Message, Receiver, Sender, Spec, Specs
 from lightning_pp.runtime.comm import PeerLost
 from lightning_pp.runtime.events import Recorder
+from lightning_pp.runtime.held import HeldBytes
 from lightning_pp.runtime.job import Job, SignaturePlan
 from lightning_pp.runtime.program import Key, Program, Task, prepare
 from lightning_pp.runtime.stage import Layout, Stage
@@ -39,6 +40,7 @@ class _Saved:
     received: list[Tensor]
     roots: list[Tensor | GradientEdge]
     root_grads: list[Tensor] | None = None
+    counted: object = None
 
 
 class Engine:
@@ -56,6 +58,7 @@ class Engine:
         in_flight_peak: Most micro-batches that were held for backward at once, since the last reset.
         buffers_peak: Most messages that were posted or held by receivers at once, since the last reset.
         recorder: Told of each op that has ended; None for nobody.
+        held: Counts the bytes that are held for backward; None for nobody.
     """
 
     def __init__(
@@ -91,6 +94,7 @@ class Engine:
         self.in_flight_peak = 0
         self.buffers_peak = 0
         self.recorder: Recorder | None = None
+        self.held: HeldBytes | None = None
 
     def prepare(self, lowered: Lowered) -> Program:
         """Make this rank's program ready, once.
@@ -174,7 +178,11 @@ class Engine:
         stage, mb = key = task.key
         received = self._inbox.pop(key) if stage else []
         layout = job.plans[mb].layouts[stage]
-        result, gives = self._stage.forward(layout, partial(job.step, mb), received)
+        arguments = (layout, partial(job.step, mb), received)
+        if self.held is None or job.loss_of is None:
+            result, gives = self._stage.forward(*arguments)
+        else:
+            result, gives = self.held.watched(self._stage.forward, *arguments)
         if stage == self._last_stage:
             self._finish_forward(job, key, layout, result, received)
             return
@@ -196,6 +204,8 @@ class Engine:
             self._save(key, _Saved(layout, received, [loss], [root]))
 
     def _save(self, key: Key, saved: _Saved) -> None:
+        if self.held is not None:
+            saved.counted = self.held.keep(key[1], saved.received)
         self._saved[key] = saved
         self.in_flight_peak = max(self.in_flight_peak, len(self._saved))
 
