@@ -3,6 +3,8 @@
 import csv
 import importlib.util
 import logging
+import os
+import time
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -13,6 +15,8 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 from lightning_pp import BubbleMonitor
+from lightning_pp.callbacks import bubble
+from lightning_pp.runtime.comm import Clock
 from lightning_pp.schedule import Costs, one_f_one_b, simulate
 from tests.callbacks.sleeping import Sleepy, UnequalReplicas, UnequalSleepy
 from tests.launch import run_ranks
@@ -169,6 +173,34 @@ def test_a_single_stage(tmp_path: Path) -> None:
     assert values["pipeline/bubble_fraction"] == pytest.approx(0, abs=1e-9)
     assert values["pipeline/closed_form_bubble_fraction"] == values["pipeline/simulated_bubble_fraction"] == 0
     assert values["pipeline/stage0/forward_seconds"] > 0
+
+
+def measured_late(lag: float) -> Outcome:
+    """Train where a device passes a moment after its host: by ``lag`` seconds on rank 1."""
+    own = lag * int(os.environ["LOCAL_RANK"])
+    Clock.has_passed = lambda self, mark: time.monotonic() > mark.host + own  # type: ignore[method-assign]
+    bubble._is_exact = lambda trainer: False
+    trainer = {"max_epochs": 3, "log_every_n_steps": 1}
+    return fit("MLP", strategy={"stages": 2, "microbatches": 3}, devices=2, trainer=trainer, callbacks=(Late,))
+
+
+class Late(Kept):
+    """Keeps what the end of training has brought, too."""
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_train_end(trainer, pl_module)
+        self.outcome.extra["measured"] = self._measured
+
+
+@pytest.mark.parametrize("lag", [0.0, 0.02])
+def test_a_device_that_lags_behind_is_measured_later(lag: float) -> None:
+    outcomes = run_ranks(measured_late, 2, lag)
+    assert outcomes[0].extra["kept"] == outcomes[1].extra["kept"]
+    assert [outcome.extra["measured"] for outcome in outcomes] == [9, 9]
+    steps = [step for step, _ in outcomes[0].extra["kept"]]
+    assert steps[0] > 1  # not at the end of the batch that is measured
+    if not lag:
+        assert steps == list(range(2, 10))
 
 
 def test_other_strategies_are_refused() -> None:
