@@ -17,6 +17,7 @@ from lightning.pytorch.trainer.states import TrainerStatus
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from lightning_pp import compat
+from lightning_pp.runtime import profiling
 
 
 def test_loops_and_their_loaders() -> None:
@@ -170,6 +171,15 @@ def test_what_a_tensor_carries_when_it_is_exchanged() -> None:
     parameter.register_hook(lambda grad: None)
     parameter.register_post_accumulate_grad_hook(lambda tensor: None)
     assert len(parameter._backward_hooks) == len(parameter._post_accumulate_grad_hooks) == 1
+
+
+def test_whether_a_profiler_runs() -> None:
+    assert not profiling.is_profiling()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        assert profiling.is_profiling()
+    with torch.autograd.profiler.profile():
+        assert profiling.is_profiling()
+    assert not profiling.is_profiling()
 
 
 def test_initialisers_that_look_for_meta_ask_the_property() -> None:

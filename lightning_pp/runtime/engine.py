@@ -18,6 +18,7 @@ from lightning_pp.runtime.comm import PeerLost
 from lightning_pp.runtime.events import Recorder
 from lightning_pp.runtime.held import HeldBytes
 from lightning_pp.runtime.job import Job, SignaturePlan
+from lightning_pp.runtime.profiling import is_profiling, named_ranges
 from lightning_pp.runtime.program import Key, Program, Task, prepare
 from lightning_pp.runtime.stage import Layout, Stage
 from lightning_pp.schedule import Edge, Kind, Lowered, mark
@@ -122,6 +123,8 @@ class Engine:
             raise PipelineError(f"This pipeline cannot go on after its failure. That was: {self._failed}")
         program = self.prepare(job.lowered)
         handlers, tasks = self._handlers, program.tasks
+        if is_profiling():
+            handlers = named_ranges(handlers)
         mark = self.recorder.mark if self.recorder is not None else None
         index = 0
         try:
