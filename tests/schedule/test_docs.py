@@ -40,9 +40,15 @@ WHY_CODE = re.findall(r"```python\n(.*?)```\n\n```text\n(.*?)```", WHY, re.DOTAL
 
 
 @pytest.mark.parametrize(("command", "output"), BLOCKS + WHY_BLOCKS)
-def test_console_block(capsys, command, output):
+def test_console_block(capsys, monkeypatch, tmp_path, command, output):
+    """Also the pictures that it writes: the pages show those in docs/images."""
+    (tmp_path / "images").mkdir()
+    monkeypatch.chdir(tmp_path)
     main(shlex.split(command))
     assert output == capsys.readouterr().out
+    for written in tmp_path.glob("images/*"):
+        assert written.read_bytes() == (DOCS / "images" / written.name).read_bytes()
+    assert ("--svg" in command) == any(tmp_path.glob("images/*"))
 
 
 def test_every_schedule_has_a_section_and_a_picture():
