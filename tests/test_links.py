@@ -29,7 +29,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_files_that_are_named_are_there(page: Path) -> None:
-    """In backquotes: ``folder/file.py``, and ``folder/`` where it is told what is where; from the root or the package."""
+    """In backquotes: ``folder/file.py``, and ``folder/`` where it says what is where; from the root or the package."""
     text = CODE.sub("", page.read_text(encoding="utf-8"))
     names = re.findall(r"`(?:python )?((?:[\w.]+/)+\w+\.(?:py|yaml|toml))[` ]", text)
     if page.name == "CONTRIBUTING.md":
