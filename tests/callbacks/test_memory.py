@@ -150,6 +150,33 @@ def _check_checkpointed(runs: Table, stages: int) -> None:
     assert peaks(first, stages, "in_flight_peak") == in_flight
 
 
+class Double(nn.Module):
+    """Autograd saves nothing for it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+
+class Doubled(MLP):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(block(8, 4), Double(), nn.Linear(4, 3))
+
+
+class Unforecast(Monitor):
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.outcome.extra["forecasts"] = {}
+
+
+def test_what_was_received_counts_and_every_measurement_begins_anew() -> None:
+    strategy = {"stages": 2, "microbatches": 8, "schedule": "gpipe", "layers": LAYERS[:3], "split": ["net.1"]}
+    options: dict[str, Any] = {"cls": Doubled, "trainer": {"max_epochs": 1}, "callbacks": (Unforecast,)}
+    memory = run_ranks(fit, 2, "Doubled", strategy=strategy, devices=2, **options)[0].extra["memory"]
+    # batches of 8, 8 and 5; the second stage holds what it received, its double, and the prediction
+    assert [peaks(step, 2) for step in memory] == [bytes_of([size] * 2, [20, 4 + 4 + 3]) for size in (8, 8, 5)]
+    assert [peaks(step, 2, "in_flight_peak") for step in memory] == [[8, 8], [8, 8], [5, 5]]
+
+
 class Every(ActivationMemoryMonitor):
     outcome: Outcome
 
@@ -184,10 +211,7 @@ def surrounded() -> Outcome:
         return fit("Blocks", cls=Blocks, strategy={"microbatches": 3}, trainer={"max_epochs": 1}, callbacks=(Blind,))
 
 
-class Blind(Monitor):
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.outcome.extra["forecasts"] = {}
-
+class Blind(Unforecast):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         with pytest.raises(RuntimeError, match="what stage 0 holds does not follow"):
             self.forecast(3)
