@@ -150,3 +150,14 @@ def test_the_tables_of_transfers():
         ahead = one_f_one_b(ranks, 64, [int(rank <= slow) for rank in range(ranks)])
         parts = [_longer(schedule, links) for schedule in (one_f_one_b(ranks, 64), ahead, eager_1f1b(ranks, 64))]
         assert f"| {ranks} | " + " | ".join(parts).replace("%", " %") + " |\n" in TEXT
+
+
+def test_the_measured_step():
+    """Its picture cannot be made again, but it must have every op, and the numbers that the text gives."""
+    picture = (DOCS / "images" / "measured_step.svg").read_text(encoding="utf-8")
+    ops = re.findall(r"<title>(\dF\d|\dB\d):", picture)
+    assert sorted(ops) == sorted(2 * [str(op) for ops in one_f_one_b(4, 6).values() for op in ops])
+    measured, ideal = re.findall(r"(\d+) ms, bubble ([\d.]+)%<", picture)
+    assert f"took {measured[0]} ms and has a bubble of {measured[1]} %" in WHY
+    assert f"ideal one takes {ideal[0]} ms, with {ideal[1]} %" in WHY
+    assert simulate(one_f_one_b(4, 6), Costs(forward=40, backward=80)).makespan == 1080
