@@ -19,7 +19,7 @@ from lightning_pp.callbacks import png
 from lightning_pp.callbacks.clocks import offsets
 from lightning_pp.callbacks.trace_file import Row, to_picture, to_trace
 from lightning_pp.launch import failure
-from lightning_pp.runtime.comm import job_store, losing_peers
+from lightning_pp.runtime.comm import Clock, job_store, losing_peers
 from lightning_pp.runtime.events import Recorder, StepRecord
 from lightning_pp.schedule.svg import to_svg
 from lightning_pp.strategy import PipelineStrategy
@@ -27,7 +27,7 @@ from lightning_pp.strategy import PipelineStrategy
 __all__: list[str] = []
 
 _FORMATS = ("json", "svg", "png")
-#: how long the end of the step waits for a device to pass it, seconds
+#: how long a device is waited for, seconds
 _PATIENCE = 60.0
 
 
@@ -93,6 +93,7 @@ class PipelineTimeline(Callback):
         if trainer.fit_loop.total_batch_idx == self._step:
             self._record = None
             self._recorder = _strategy(trainer).pipeline.record(self._listen)
+            _catch_up(Clock(trainer.strategy.root_device))
 
     @override
     def on_train_batch_end(
@@ -133,6 +134,13 @@ class PipelineTimeline(Callback):
             time.sleep(0.001)
             recorder.end()
         return self._record
+
+
+def _catch_up(clock: Clock) -> None:
+    """Wait for the device: when it lags behind its host as the batch begins, its times are early by that."""
+    mark, deadline = clock.mark(), time.monotonic() + _PATIENCE
+    while not clock.has_passed(mark) and time.monotonic() < deadline:
+        time.sleep(0.0005)
 
 
 def _strategy(trainer: Trainer) -> PipelineStrategy:
