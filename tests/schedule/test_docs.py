@@ -154,7 +154,7 @@ def test_the_tables_of_transfers():
 
 def test_the_measured_step():
     """Its picture cannot be made again, but it must have every op, and the numbers that the text gives."""
-    picture = (DOCS / "images" / "measured_step.svg").read_text(encoding="utf-8")
+    picture = (DOCS / "images" / "measured_1f1b.svg").read_text(encoding="utf-8")
     ops = re.findall(r"<title>(\dF\d|\dB\d):", picture)
     assert sorted(ops) == sorted(2 * [str(op) for ops in one_f_one_b(4, 6).values() for op in ops])
     measured, ideal = re.findall(r"(\d+) ms, bubble ([\d.]+)%<", picture)
