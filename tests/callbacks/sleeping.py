@@ -41,8 +41,8 @@ class SleepyLayer(nn.Module):
 class Sleepy(Module):
     """Layers of known times: one stage each, where the split says so."""
 
-    forward_seconds: tuple[float, ...] = (0.04, 0.04, 0.04, 0.04)
-    backward_seconds: tuple[float, ...] = (0.08, 0.08, 0.08, 0.08)
+    forward_seconds: tuple[float, ...] = (0.06, 0.06, 0.06, 0.06)
+    backward_seconds: tuple[float, ...] = (0.12, 0.12, 0.12, 0.12)
     steps = 6
 
     def __init__(self) -> None:
