@@ -144,6 +144,11 @@ class Pipeline:
         self.engine.recorder.subscribe(listener)
         return self.engine.recorder
 
+    def stop_recording(self, listener: Callable[[StepRecord], None]) -> None:
+        """Give ``listener`` no more steps, and record none where nobody else listens."""
+        if self.engine.recorder is not None and not self.engine.recorder.unsubscribe(listener):
+            self.engine.recorder = None
+
     def mark(self, what: str) -> None:
         """Something outside of the engine has ended."""
         if self.engine.recorder is not None:

@@ -87,6 +87,7 @@ class PipelineTimeline(Callback):
                 " use Trainer(strategy=PipelineStrategy(...)), or leave the callback out."
             )
         self.paths = []
+        self._recorder = self._record = None  # of a fit that has failed
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -101,7 +102,9 @@ class PipelineTimeline(Callback):
     ) -> None:
         if self._recorder is None:
             return
-        rows = _gather(_strategy(trainer), self._wait(self._recorder))
+        strategy = _strategy(trainer)
+        rows = _gather(strategy, self._wait(self._recorder))
+        strategy.pipeline.stop_recording(self._listen)
         self._recorder = self._record = None
         folder = Path(self._dirpath or trainer.log_dir or trainer.default_root_dir)  # asks all ranks
         if rows is None:

@@ -86,6 +86,11 @@ class Recorder:
         """Let ``listener`` have every step."""
         self._listeners.append(listener)
 
+    def unsubscribe(self, listener: Callable[[StepRecord], None]) -> bool:
+        """Let ``listener`` have no more steps; returns whether anybody else listens."""
+        self._listeners.remove(listener)
+        return bool(self._listeners)
+
     def begin(self, number: int) -> None:
         """A step begins; one that was not ended is forgotten."""
         self._number = number

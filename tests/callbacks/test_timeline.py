@@ -47,6 +47,11 @@ class Kept(PipelineTimeline):
     def __init__(self) -> None:
         super().__init__(step=1)
 
+    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        engine = trainer.strategy.pipeline.engine  # type: ignore[attr-defined]
+        self.outcome.extra.setdefault("recorded", []).append(engine.recorder is not None)
+        super().on_train_batch_end(trainer, *args)
+
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_end(trainer, pl_module)
         self.outcome.extra["paths"] = self.paths
@@ -93,6 +98,10 @@ def test_rank_0_writes_into_the_default_root_dir(outcomes: list[Outcome]) -> Non
     assert [path.name for path in paths] == ["pipeline_step1.json", "pipeline_step1.svg"]
     assert {path.name for path in paths[0].parent.iterdir()} == {path.name for path in paths}
     assert all(outcome.extra["paths"] == paths for outcome in outcomes)
+
+
+def test_only_the_one_batch_is_recorded(outcomes: list[Outcome]) -> None:
+    assert [outcome.extra["recorded"] for outcome in outcomes] == [[False, True, False]] * STAGES
 
 
 def test_the_trace_has_every_op_once_in_its_row(outcomes: list[Outcome]) -> None:
