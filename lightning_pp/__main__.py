@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn
 
-from .planning.command import add_plan
 from .schedule import SCHEDULES, Costs, Schedule, Timeline, build, grid, held, phases, placement_of, simulate, ticks
 from .schedule.costsfile import read_costs
 from .schedule.picture import Picture, panel_of
@@ -142,7 +141,13 @@ def _trace(schedule: Schedule, rank: int, costs: Costs) -> str:
     return "\n".join(lines)
 
 
-COMMANDS: tuple[Callable[[_Subparsers[_Parser]], None], ...] = (_add_schedule, add_plan)
+def _add_plan(subparsers: _Subparsers[_Parser]) -> None:
+    from .planning.command import add_plan  # needs torch, which schedules do not
+
+    add_plan(subparsers)
+
+
+COMMANDS: tuple[Callable[[_Subparsers[_Parser]], None], ...] = (_add_schedule, _add_plan)
 """The functions that add the subcommands."""
 
 
