@@ -45,28 +45,44 @@ def choose(
         ValueError: Nothing fits.
     """
     static = sum(tensor.weight + tensor.gradient + tensor.state for tensor in work.held)
-    smallest: Forecast | None = None
+    least: Forecast | None = None
     for number in stages or _stages(len(work.trace.calls), devices):
         if not stages and static / number > memory:
             continue
-        found = [
-            ask(number, mbs, schedule)
-            for mbs in microbatches or _microbatches(number, work.batch_size)
-            for schedule in schedules
-        ]
+        counts = microbatches or _microbatches(number, work.batch_size)
+        found = _considered(lambda mbs, p=number: [ask(p, mbs, name) for name in schedules], counts, memory)  # type: ignore[misc]
         fitting = [one for one in found if one.peak <= memory]
         if fitting:
             return found, _best(fitting)
-        least = min(found, key=lambda one: one.peak)
-        smallest = least if smallest is None or least.peak < smallest.peak else smallest
-    if smallest is None:
-        raise ValueError(f"weights, gradients and optimizer take {size(static)}: more devices of {size(memory)} are"
-                         " needed than the model has layers, or than --devices allows")  # fmt: skip
+        least = min([*found, *([least] if least else [])], key=lambda one: one.peak)
+    if least is None:
+        raise ValueError(
+            f"weights, gradients and optimizer take {size(static)}, which no number of stages that the model's layers"
+            f" and --devices allow brings down to {size(memory)} each"
+        )
     raise ValueError(
-        f"nothing fits in {size(memory)}: the least is {size(smallest.peak)}, with {len(smallest.stages)} stages,"
-        f" {smallest.microbatches} micro-batches and schedule {smallest.schedule}; use smaller layers, a smaller batch"
-        " or another precision"
+        f"nothing fits in {size(memory)}: the least is {size(least.peak)}, with {len(least.stages)} stages,"
+        f" {least.microbatches} micro-batches and schedule {least.schedule}; use smaller layers, a smaller batch or"
+        " another precision"
     )
+
+
+def _considered(ask: Callable[[int], list[Forecast]], counts: Sequence[int], memory: float) -> list[Forecast]:
+    """Forecasts for growing numbers of micro-batches until one is good; only the last, where that does not fit."""
+    last = ask(counts[-1])
+    if all(one.peak > memory for one in last):
+        return last
+    found: list[Forecast] = []
+    for number in counts[:-1]:
+        new = ask(number)
+        found += new
+        if any(_is_good(one, memory) for one in new):
+            return found
+    return found + last
+
+
+def _is_good(one: Forecast, memory: float) -> bool:
+    return one.peak <= memory and one.bubble <= _SMALL_BUBBLE
 
 
 def _best(fitting: Sequence[Forecast]) -> Forecast:

@@ -64,13 +64,12 @@ def answer(args: argparse.Namespace) -> str:
     _check(args)
     with warnings.catch_warnings(), _quiet():
         warnings.simplefilter("ignore")
-        question = _Question.of(args)
         try:
+            question = _Question.of(args)
             forecasts, chosen = _forecasts(args, question)
         except MisconfigurationException as error:
             raise ValueError(str(error)) from error
-        finally:
-            question.board.remove()
+    question.board.remove()
     facts = question.facts(args)
     if args.json:
         return report.as_json(facts, forecasts, chosen)
@@ -90,6 +89,7 @@ class _Question:
     stages: Sequence[int] | None
     microbatches: Sequence[int] | None
     schedules: Sequence[str]
+    is_checkpointed: bool = False
     _works: dict[int, Work] = field(default_factory=dict)
 
     @classmethod
@@ -115,6 +115,7 @@ class _Question:
             args.stages or ([stages] if isinstance(stages, int) else None),
             args.microbatches or ([number] if isinstance(number, int) else None),
             [name.strip() for name in given.split(",")],
+            bool(strategy.get("activation_checkpointing")),
         )  # fmt: skip
 
     def work(self, num_microbatches: int) -> Work:
@@ -138,6 +139,7 @@ class _Question:
             "parameters": sum(parameter.numel() for parameter in self.module.parameters()),
             "layers": len(self.board.layers),
             "precision": self.precision,
+            "ignores_activation_checkpointing": self.is_checkpointed,
             "batch_size": work.batch_size,
             "devices": args.devices,
             "device_memory": args.device_memory,
@@ -194,6 +196,8 @@ def _title(facts: dict[str, Any], args: argparse.Namespace, chosen: Forecast | N
         f"{facts['model']}: {report.short(facts['parameters'])} parameters in {facts['layers']} layers,"
         f" {facts['precision']}, batch of {facts['batch_size']}"
     )
+    if facts["ignores_activation_checkpointing"]:
+        line += "\nThe config's activation_checkpointing is left out: with it, activations are smaller."
     if args.device_memory is None or chosen is None:
         return line
     stages = len(chosen.stages)

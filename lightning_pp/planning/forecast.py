@@ -125,8 +125,8 @@ def forecast(work: Work, options: Options) -> Forecast:
     bounds = _cut(work, options)
     spans = list(pairwise(bounds))
     num_mbs = work.num_microbatches
-    forward = [max(sum(work.forward[start:stop]), 1.0) for start, stop in spans]
-    backward = [max(sum(work.backward[start:stop]), 1.0) for start, stop in spans]
+    forward = [max(sum(work.forward[start:stop]) * work.mean_size, 1.0) for start, stop in spans]
+    backward = [max(sum(work.backward[start:stop]) * work.mean_size, 1.0) for start, stop in spans]
     received = [0, *(work.trace.bytes_at(bound) for bound in bounds[1:-1])]
     step = _step(options, num_mbs, forward, backward, received)
     stages = _stages(work, bounds, step.in_flight, step.bubbles, received)

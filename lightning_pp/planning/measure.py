@@ -62,15 +62,15 @@ def measure(
     Raises:
         ValueError: The step cannot run so.
     """
+    parts = _split(module, batch, num_microbatches)
+    sizes = [microbatch.batch_size(part) or 1 for part in parts]
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     watch = _Watch(board)
     with as_if_never(module, watch.provenance), mode, _without_memory(module, mode, watch):
-        fakes = tree.map_leaves(lambda leaf: _fake(leaf, mode), batch)
-        watch.exclude(tree.tensors_of(fakes))
-        size = microbatch.batch_size(fakes)
-        parts = _split(module, fakes, num_microbatches)
-        rest = compat.step_arguments(module, "training_step", parts[0], 1)[1:]
-        step = whole_step(module, "training_step", parts[0], rest, context)
+        part = tree.map_leaves(lambda leaf: _fake(leaf, mode), parts[sizes.index(max(sizes))])
+        watch.exclude(tree.tensors_of(part))
+        rest = compat.step_arguments(module, "training_step", part, 1)[1:]
+        step = whole_step(module, "training_step", part, rest, context)
         trace = watch.run(step)
     costs, _ = call_costs(trace, board, balance)
     passes, _ = call_costs(trace, board, "flops")
@@ -85,8 +85,9 @@ def measure(
         outputs=watch.outputs,
         held=tuple(_held(module, board, trace, states)),
         num_microbatches=len(parts),
-        batch_size=size or 1,
-        batch_bytes=sum(watch.batch.values()),
+        mean_size=sum(sizes) / len(sizes) / max(sizes),
+        batch_size=microbatch.batch_size(batch) or 1,
+        batch_bytes=sum({storage_key(t): t.untyped_storage().nbytes() for t in tree.tensors_of(batch)}.values()),
     )
 
 
@@ -104,14 +105,12 @@ class _Watch:
         provenance: Of the glue.
         saved: By place, the storages saved for backward there. Place p is layer call p and the code before it.
         outputs: The storage of each layer output ``(call, leaf)``.
-        batch: The storages of the batch.
     """
 
     def __init__(self, board: Switchboard) -> None:
         self.provenance = _Sources()
         self.saved: dict[int, dict[int, int]] = {}
         self.outputs: dict[tuple[int, int], int] = {}
-        self.batch: dict[int, int] = {}
         self._board = board
         self._excluded: set[int] = set()
         self._calls: list[Call] = []
@@ -120,8 +119,8 @@ class _Watch:
 
     def exclude(self, batch: list[Tensor]) -> None:
         """Say which tensors are the batch."""
-        self.batch = {storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in batch}
-        self._excluded.update(self.batch)
+        self._excluded.update(map(storage_key, batch))
+        self._alive += batch
 
     def add_tensor(self, tensor: Tensor, name: str, is_buffer: bool) -> None:
         """Say that ``tensor`` is a parameter or buffer."""

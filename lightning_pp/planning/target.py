@@ -6,7 +6,7 @@ import importlib
 import json
 import logging
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -14,11 +14,13 @@ from typing import Any
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from lightning_pp.partition import tree
 from lightning_pp.partition.random_state import preserved
+from lightning_pp.runtime.deferred import recorded
 from lightning_pp.weights.materialise import Construction
 
 __all__: list[str] = []
@@ -132,13 +134,15 @@ def plain_maker(path: str, init_args: dict[str, Any]) -> Callable[[], LightningM
             return cls(**init_args)  # type: ignore[no-any-return]
         except TypeError as error:
             raise ValueError(f"{path}: {error}; give its arguments with --init-args") from error
+        except Exception as error:
+            raise ValueError(f"{path}: {type(error).__name__}: {error}") from error
 
     return make
 
 
 def build(make: Callable[[], LightningModule], precision: str) -> tuple[LightningModule, Construction]:
     """Make the module without memory for its parameters, in its precision."""
-    construction = Construction()
+    construction = _Drawless()
     try:
         with preserved(), construction.building(_CPU):
             module = make()
@@ -151,6 +155,16 @@ def build(make: Callable[[], LightningModule], precision: str) -> tuple[Lightnin
         with construction.following():
             module.to(dtype)
     return module, construction
+
+
+class _Drawless(Construction):
+    """Builds as the strategy does, but for the random numbers, which take a time that nobody has to spend here."""
+
+    @contextmanager
+    @override
+    def building(self, device: torch.device) -> Iterator[None]:
+        with recorded(self._recording, 0), torch.device("meta"):
+            yield
 
 
 def _trainer() -> Trainer:
@@ -297,8 +311,3 @@ def _optimizer(module: LightningModule, name: str | None) -> Optimizer:
             " --optimizer"
         )
     return found
-
-
-def is_meta(module: nn.Module) -> bool:
-    """Whether the module takes no memory."""
-    return all(parameter.is_meta for parameter in module.parameters())

@@ -33,7 +33,7 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """A step on one micro-batch.
+    """A step on one micro-batch, the largest one.
 
     Attributes:
         trace: Its layer calls.
@@ -45,6 +45,7 @@ class Work:
         outputs: The storage of each layer output ``(call, leaf)``.
         held: Parameters and buffers.
         num_microbatches: Micro-batches that the batch gives.
+        mean_size: Size of the mean micro-batch, as a part of the largest one's.
         batch_size: Samples in the batch.
         batch_bytes: Bytes of the whole batch.
     """
@@ -57,5 +58,6 @@ class Work:
     outputs: Mapping[tuple[int, int], int]
     held: Sequence[Held]
     num_microbatches: int
+    mean_size: float
     batch_size: int
     batch_bytes: int
