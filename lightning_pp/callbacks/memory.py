@@ -91,7 +91,8 @@ class ActivationMemoryMonitor(Callback):
     def forecast(self, num_microbatches: int, schedule: str = "1f1b", batch_size: int | None = None) -> list[int]:
         """Activation bytes at each stage's peak, for other settings of the run that was measured.
 
-        What a micro-batch holds is taken to grow with its number of samples, as measured.
+        What a micro-batch holds is taken to grow with its number of samples, as measured; where all micro-batches had
+        one size, all of it is taken to be its samples'.
 
         Args:
             num_microbatches: Micro-batches per batch.
@@ -128,12 +129,14 @@ class ActivationMemoryMonitor(Callback):
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        engine = _strategy(trainer).pipeline.engine
+        if engine.held is self._held:
+            engine.held = None  # somebody skipped the batch before
         self._held = None
         every = trainer.log_every_n_steps if self._every_n_steps is None else self._every_n_steps  # type: ignore[attr-defined]
         if not every or (trainer.global_step + 1) % every or not compat.is_window_end(trainer):
             return
         self._step = trainer.global_step
-        engine = _strategy(trainer).pipeline.engine
         engine.reset_peaks()
         if engine.held is None:  # a second monitor reads what the first one has counted
             apart = (*pl_module.parameters(), *pl_module.buffers(), *tree.tensors_of(batch))

@@ -163,9 +163,23 @@ class Doubled(MLP):
         self.net = nn.Sequential(block(8, 4), Double(), nn.Linear(4, 3))
 
 
+class Skipping(Doubled):
+    """The first epoch ends before its second batch, of which the monitor has been told already."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        return -1 if self.current_epoch == 0 and batch_idx == 1 else None
+
+
 class Unforecast(Monitor):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.outcome.extra["forecasts"] = {}
+
+
+def test_a_batch_that_is_skipped_is_not_measured() -> None:
+    options: dict[str, Any] = {"cls": Skipping, "trainer": {"max_epochs": 2}, "callbacks": (Unforecast,)}
+    outcome = run_ranks(fit, 1, "Skipping", strategy={"microbatches": 1}, **options)[0]
+    found = [step["pipeline/stage0/activation_peak_bytes"] for step in outcome.extra["memory"]]
+    assert found == [FLOAT64 * (20 + 4 + 3) * size for size in (8, 8, 8, 5)]
 
 
 def test_what_was_received_counts_and_every_measurement_begins_anew() -> None:
