@@ -62,7 +62,7 @@ def choose(
         )
     raise ValueError(
         f"nothing fits in {size(memory)}: the least is {size(least.peak)}, with {len(least.stages)} stages,"
-        f" {least.microbatches} micro-batches and schedule {least.schedule}; use smaller layers, a smaller batch or"
+        f" {least.microbatches} micro-batches and schedule {least.schedule}; use smaller layers or samples, or"
         " another precision"
     )
 
@@ -105,9 +105,9 @@ def _stages(most: int, devices: int | None) -> Iterator[int]:
 
 
 def _microbatches(stages: int, batch_size: int) -> list[int]:
-    """P, 2 P, 4 P, ... as far as the batch has samples."""
+    """P, 2 P, 4 P, ... as far as the batch has samples, and a micro-batch for each sample."""
     factor, found = 1, []
     while factor <= _MOST_PER_STAGE and factor * stages <= batch_size:
         found.append(factor * stages)
         factor *= 2
-    return found or [min(stages, batch_size)]
+    return found if found and found[-1] == batch_size else [*found, batch_size]

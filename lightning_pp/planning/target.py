@@ -20,7 +20,7 @@ from typing_extensions import override
 
 from lightning_pp.partition import tree
 from lightning_pp.partition.random_state import preserved
-from lightning_pp.runtime.deferred import recorded
+from lightning_pp.runtime.deferred import deferring
 from lightning_pp.weights.materialise import Construction
 
 __all__: list[str] = []
@@ -163,7 +163,7 @@ class _Drawless(Construction):
     @contextmanager
     @override
     def building(self, device: torch.device) -> Iterator[None]:
-        with recorded(self._recording, 0), torch.device("meta"):
+        with deferring(self._recording, device, seed=0):
             yield
 
 
@@ -267,6 +267,8 @@ def optimizer_states(module: LightningModule, name: str | None) -> dict[str, int
     """
     made = _optimizer(module, name)
     before = [(parameter, parameter.grad) for group in made.param_groups for parameter in group["params"]]
+    for group in made.param_groups:
+        group.update(dict.fromkeys({"fused"} & group.keys(), False))  # the same states, but on devices only
     try:
         for parameter, _ in before:
             parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None

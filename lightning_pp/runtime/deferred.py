@@ -28,15 +28,17 @@ _META = torch.device("meta")
 
 
 @contextmanager
-def deferring(recording: Recording, device: torch.device) -> Iterator[None]:
+def deferring(recording: Recording, device: torch.device, seed: int | None = None) -> Iterator[None]:
     """Make new tensors on meta inside the block, unless it says where they are to be.
 
     Args:
         recording: Keeps what is done to them.
         device: Where they would be.
+        seed: Draw from streams of their own that start from it; None draws, for nobody, all that would have been drawn.
     """
+    numbers = None if seed is None else _seeds(seed)
     try:
-        with device, _OnMeta(recording, defers=True), _Recorder(recording, device, None):
+        with device, _OnMeta(recording, defers=True), _Recorder(recording, device, numbers):
             yield
     finally:
         recording.rest()
