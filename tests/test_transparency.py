@@ -117,6 +117,14 @@ def test_recomputed_activations_change_nothing(stages: int) -> None:
         assert all(torch.equal(kept[key], recomputed[key]) for key in kept)
 
 
+@pytest.mark.parametrize("name", ["CheckpointedBlocks", "SpanningCheckpoint", "ReentrantBlocks"])
+def test_recomputed_activations_of_layers_that_the_user_recomputes_too(name: str) -> None:
+    """A layer that was called again by the user's checkpoint built another graph than in the forward pass."""
+    kept = whole(piped(name, 2, 3))
+    recomputed = whole(piped(name, 2, 3, strategy={"activation_checkpointing": True}))
+    assert all(torch.equal(kept[key], recomputed[key]) for key in kept)
+
+
 @pytest.mark.parametrize("stages", [1, 2, 4])
 def test_without_weights_a_masked_loss_is_the_mean_over_samples(stages: int) -> None:
     """Micro-batches of one sample each: the documented sample-weighted mean of their means."""

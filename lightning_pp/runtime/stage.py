@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -72,6 +73,12 @@ class Layout:
         ]
         self.rewritten = [_rewritten(call) for call in self.calls]
 
+    def recomputing(self, layer: str, compute: Callable[..., Any]) -> Callable[..., Any]:
+        """``compute``, with its activations dropped and computed again in the backward pass where that is wanted."""
+        if layer not in self.checkpointed or not torch.is_grad_enabled():
+            return compute
+        return partial(checkpoint, compute, use_reentrant=False)
+
     def placeholder(self, call: int, leaf: int) -> Tensor:
         """What stands for a layer output that nobody needs: as good as a real one for glue that only passes it on."""
         shared = self.placeholders[call][leaf]
@@ -133,12 +140,7 @@ class Frame:
     def _compute(
         self, call: Call, seed: int | None, compute: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        if call.layer in self._layout.checkpointed and torch.is_grad_enabled():
-            inner = compute
-
-            def compute(*args: Any, **kwargs: Any) -> Any:
-                return checkpoint(inner, *args, use_reentrant=False, **kwargs)
-
+        compute = self._layout.recomputing(call.layer, compute)
         with self._board.answered_by(None):
             if seed is None:
                 return compute(*args, **kwargs)
@@ -260,6 +262,7 @@ class _Again:
         seed = rng.layer_seed() if name in self._layout.drawing else None
         if name not in self._layout.own:
             return self._answer(name, args, kwargs)
+        compute = self._layout.recomputing(name, compute)  # as in the forward, whose graph is being built again
         return compute(*args, **kwargs) if seed is None else rng.seeded(seed, compute, args, kwargs)
 
     def _answer(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
