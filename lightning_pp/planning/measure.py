@@ -138,9 +138,12 @@ class _Watch:
             raise
         except Exception as error:
             after = f" after layer {self._calls[-1].layer!r}" if self._calls else ""
+            kind = type(error).__name__
+            why = f"{kind}: {error}"
+            if kind in ("DataDependentOutputException", "DynamicOutputShapeException"):
+                why = f"it asks a tensor for its values ({error}), which a plan does not have"
             raise ValueError(
-                f"training_step was run on a batch of these shapes, without any values, and failed{after}:"
-                f" {type(error).__name__}: {error}"
+                f"training_step was run on a batch of these shapes, without any values, and failed{after}: {why}"
             ) from error
         end = self.provenance.tail.union(*(self.provenance.of(tensor) for tensor in tree.tensors_of(result)))
         self._alive.append(result)
