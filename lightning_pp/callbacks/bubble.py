@@ -16,6 +16,7 @@ from typing_extensions import override
 
 from lightning_pp import compat
 from lightning_pp.callbacks import hints
+from lightning_pp.callbacks.interval import check_interval, interval
 from lightning_pp.callbacks.shares import NUM_NUMBERS, Shares, means_of, summary
 from lightning_pp.launch import failure
 from lightning_pp.runtime.comm import job_store, losing_peers
@@ -68,11 +69,7 @@ class BubbleMonitor(Callback):
     """
 
     def __init__(self, every_n_steps: int | None = None) -> None:
-        if every_n_steps is not None:
-            if isinstance(every_n_steps, bool) or not isinstance(every_n_steps, int):
-                raise TypeError(f"every_n_steps={every_n_steps!r}: allowed is None or an int of at least 1.")
-            if every_n_steps < 1:
-                raise ValueError(f"every_n_steps={every_n_steps}: allowed is None or an int of at least 1.")
+        check_interval(every_n_steps)
         self.last: dict[str, float] = {}
         self._every_n_steps = every_n_steps
         self._recorder: Recorder | None = None
@@ -96,7 +93,7 @@ class BubbleMonitor(Callback):
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        every = trainer.log_every_n_steps if self._every_n_steps is None else self._every_n_steps  # type: ignore[attr-defined]
+        every = interval(trainer, self._every_n_steps)
         if every and (trainer.global_step + 1) % every == 0 and compat.is_window_end(trainer):
             self._wanted.append(_Wanted(trainer.fit_loop.total_batch_idx, trainer.global_step))
 

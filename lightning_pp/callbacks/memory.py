@@ -16,6 +16,7 @@ from typing_extensions import override
 
 from lightning_pp import compat
 from lightning_pp.callbacks.forecast import Growth, peak_of, sizes_of
+from lightning_pp.callbacks.interval import check_interval, interval
 from lightning_pp.launch import failure
 from lightning_pp.partition import tree
 from lightning_pp.runtime import microbatch
@@ -76,11 +77,7 @@ class ActivationMemoryMonitor(Callback):
     """
 
     def __init__(self, every_n_steps: int | None = None) -> None:
-        if every_n_steps is not None:
-            if isinstance(every_n_steps, bool) or not isinstance(every_n_steps, int):
-                raise TypeError(f"every_n_steps={every_n_steps!r}: allowed is None or an int of at least 1.")
-            if every_n_steps < 1:
-                raise ValueError(f"every_n_steps={every_n_steps}: allowed is None or an int of at least 1.")
+        check_interval(every_n_steps)
         self.last: dict[str, float] = {}
         self._every_n_steps = every_n_steps
         self._held: HeldBytes | None = None
@@ -133,7 +130,7 @@ class ActivationMemoryMonitor(Callback):
         if engine.held is self._held:
             engine.held = None  # somebody skipped the batch before
         self._held = None
-        every = trainer.log_every_n_steps if self._every_n_steps is None else self._every_n_steps  # type: ignore[attr-defined]
+        every = interval(trainer, self._every_n_steps)
         if not every or (trainer.global_step + 1) % every or not compat.is_window_end(trainer):
             return
         self._step = trainer.global_step
