@@ -21,7 +21,7 @@ from lightning_pp.runtime.job import Job, SignaturePlan
 from lightning_pp.runtime.profiling import is_profiling, named_ranges
 from lightning_pp.runtime.program import Key, Program, Task, prepare
 from lightning_pp.runtime.stage import Layout, Stage
-from lightning_pp.schedule import Edge, Kind, Lowered, mark
+from lightning_pp.schedule import Edge, Kind, Lowered, Op, mark
 
 __all__: list[str] = []
 
@@ -60,6 +60,7 @@ class Engine:
         buffers_peak: Most messages that were posted or held by receivers at once, since the last reset.
         recorder: Told of each op that has ended; None for nobody.
         held: Counts the bytes that are held for backward; None for nobody.
+        now: The op under way, for whoever asks from another thread; None between batches.
     """
 
     def __init__(
@@ -96,6 +97,7 @@ class Engine:
         self.buffers_peak = 0
         self.recorder: Recorder | None = None
         self.held: HeldBytes | None = None
+        self.now: Op | None = None
 
     def prepare(self, lowered: Lowered) -> Program:
         """Make this rank's program ready, once.
@@ -130,9 +132,11 @@ class Engine:
         try:
             self._begin(job, program)
             for index, task in enumerate(tasks):  # noqa: B007 - the failure needs it
-                handlers[task.op.kind](job, task)
+                self.now = op = task.op
+                handlers[op.kind](job, task)
                 if mark is not None:
-                    mark(task.op)
+                    mark(op)
+            self.now = None
             for sender, _ in program.windows:
                 sender.finish()
         except Exception as error:
