@@ -303,7 +303,8 @@ def _refuse_other_calls(first: Trace, second: Trace) -> None:
         raise TraceError(
             "The step calls other layers the second time it runs: first"
             f" {[call.layer for call in first.calls]}, then {[call.layer for call in second.calls]}. The order of layer"
-            " calls is the order of the pipeline and has to stay the same."
+            " calls is the order of the pipeline and has to stay the same. Where chance decides, call every layer and"
+            " let the layers themselves draw (and return what they were given)."
         )
     for one, two in zip(first.calls, second.calls, strict=True):
         if len(one.leaves) != len(two.leaves):
