@@ -76,7 +76,21 @@ def _at_first_call(trace: Trace, sizes: list[float]) -> list[float]:
 
 
 def time_call(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> float:
-    """Median seconds of forward and backward of an empty copy of ``layer`` on arguments of the right shapes."""
+    """Median seconds of forward and backward of ``layer`` (see :func:`time_passes`)."""
+    return statistics.median(map(sum, time_passes(layer, args, kwargs, device)))
+
+
+def time_passes(
+    layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device
+) -> list[tuple[float, float]]:
+    """Seconds of the forward and of the backward of an empty copy of ``layer``, timed a few times.
+
+    Args:
+        layer: The layer, anywhere (on meta too).
+        args: Real tensors of the right shapes; those that require a gradient get one.
+        kwargs: The same.
+        device: Where to run.
+    """
     layer = copy.deepcopy(layer).to_empty(device=device)
     for tensor in (*layer.parameters(), *layer.buffers()):
         if tensor.is_floating_point():
@@ -89,16 +103,25 @@ def time_call(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], d
         _wait(device)
         start = time.perf_counter()
         outputs = tree.tensors_of(layer(*own_args, **own_kwargs))
-        roots = [output.float().sum() for output in outputs if output.requires_grad]
-        if roots:
-            torch.autograd.backward(roots)
         _wait(device)
-        times.append(time.perf_counter() - start)
-    return statistics.median(times[1:])
+        forward = time.perf_counter() - start
+        roots = [output for output in outputs if output.requires_grad]
+        grads = [torch.ones_like(root) for root in roots]
+        _wait(device)
+        start = time.perf_counter()
+        if roots:
+            torch.autograd.backward(roots, grads)
+        _wait(device)
+        times.append((forward, time.perf_counter() - start))
+    return times[1:]
 
 
 def _copied(leaf: Any) -> Any:
-    return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
+    """A copy that the layer may write into, and that gets a gradient where the original would."""
+    if not isinstance(leaf, Tensor):
+        return leaf
+    copied = leaf.detach().clone()
+    return copied.requires_grad_().clone() if leaf.requires_grad else copied
 
 
 def _wait(device: torch.device) -> None:

@@ -8,7 +8,7 @@ is the glue that every stage runs.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from torch import nn
 
@@ -54,6 +54,39 @@ def find_layers(
     return layers
 
 
+def chosen_layers(
+    model: nn.Module, layers: Mapping[str, nn.Module], wanted: bool | Sequence[str | type[nn.Module]]
+) -> frozenset[str]:
+    """Names of those ``layers`` that ``wanted`` names, by themselves or by what they stand in.
+
+    Args:
+        model: The LightningModule.
+        layers: Its layers, by name.
+        wanted: True for all, False for none. Otherwise classes, import paths of classes or names of modules.
+
+    Raises:
+        ValueError: An entry of ``wanted`` names no layer; the message lists what there is.
+    """
+    if isinstance(wanted, bool):
+        return frozenset(layers) if wanted else frozenset()
+    chosen: set[str] = set()
+    for entry in wanted:
+        named = dict(model.named_modules())
+        is_name = isinstance(entry, str) and bool(entry) and entry in named
+        found = {id(named[entry])} if is_name else _of_class(model, entry)
+        inside = {id(inner) for module in model.modules() if id(module) in found for inner in module.modules()}
+        names = [name for name, layer in layers.items() if id(layer) in inside]
+        if not names:
+            classes = sorted({type(layer).__name__ for layer in layers.values()})
+            raise ValueError(
+                f"activation_checkpointing={list(wanted)!r}: {entry!r} is no layer of {type(model).__name__}. Give"
+                f" True, or classes or names of layers: its layers are {', '.join(layers)}, of the classes"
+                f" {', '.join(classes)}."
+            )
+        chosen.update(names)
+    return frozenset(chosen)
+
+
 def _is_found_layer(module: nn.Module, parent: nn.Module) -> bool:
     if isinstance(module, _BLOCK_LISTS) or not _has_forward(module):
         return False
@@ -94,6 +127,10 @@ def _matching(model: nn.Module, entry: str | type[nn.Module]) -> set[int]:
                 f" what it holds: {', '.join(f'{entry}.{name}' for name, _ in named[entry].named_children())}."
             )
         return {id(named[entry])}
+    return _of_class(model, entry)
+
+
+def _of_class(model: nn.Module, entry: str | type[nn.Module]) -> set[int]:
     cls = _import_class(entry) if isinstance(entry, str) else entry
     return {id(module) for module in model.modules() if cls is not None and isinstance(module, cls)} - {id(model)}
 

@@ -15,17 +15,22 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningDataModule, LightningModule
 
+from lightning_pp.arguments import BALANCES
+from lightning_pp.partition.layers import chosen_layers
 from lightning_pp.partition.switch import Switchboard
 from lightning_pp.planning import report, target
 from lightning_pp.planning.choose import choose
 from lightning_pp.planning.forecast import Forecast, Options, forecast
 from lightning_pp.planning.measure import measure, switched
+from lightning_pp.planning.timing import Timer
 from lightning_pp.planning.work import Work
 from lightning_pp.schedule import SCHEDULES
 
 __all__: list[str] = []
 
-_BALANCES = ("flops", "params", "memory")
+_NO_TIMES = (
+    "--bandwidth needs --device-flops or --balance time: without times there is nothing to compare transfers with"
+)
 _UNITS = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
 _BINARY = {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40}
 
@@ -44,7 +49,9 @@ def add_plan(subparsers: Any) -> None:
     add("--schedule", help=f"one or several of {', '.join(SCHEDULES)}, or a CSV file; default 1f1b")
     add("--layers", type=_names, help="layers, as in PipelineStrategy(layers=...), with commas")
     add("--split", type=_names, help="layers that begin stages 1, 2, ..., with commas")
-    add("--balance", choices=_BALANCES, help="what is balanced; default flops")
+    add("--balance", choices=BALANCES, help="what is balanced; default flops. time: layers are timed on this device")
+    add("--activation-checkpointing", nargs="?", const=True, type=_names, metavar="LAYERS",
+        help="recompute activations: of all layers, or of some classes or names, with commas")  # fmt: skip
     add("--precision", choices=tuple(target.PRECISIONS), help="default 32-true")
     add("--optimizer", help="a class of torch.optim; default: the module's own")
     add("--devices", type=int, help="number of devices: P must divide it, the rest are replicas")
@@ -89,8 +96,9 @@ class _Question:
     stages: Sequence[int] | None
     microbatches: Sequence[int] | None
     schedules: Sequence[str]
-    is_checkpointed: bool = False
-    _works: dict[int, Work] = field(default_factory=dict)
+    checkpointed: frozenset[str] = frozenset()
+    timer: Timer | None = None
+    _works: dict[tuple[int, bool], Work] = field(default_factory=dict)
 
     @classmethod
     def of(cls, args: argparse.Namespace) -> _Question:
@@ -103,29 +111,33 @@ class _Question:
         options = Options(
             stages=1,
             split=args.split or strategy.get("split"),
-            balance=_balance(args.balance or strategy.get("balance", "flops")),
+            balance=_balance(args, strategy),
             layers=tuple(board.layers),
             flops_per_second=args.device_flops,
             bytes_per_second=args.bandwidth,
         )
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         stages, number = strategy.get("stages"), strategy.get("microbatches")
+        recomputed = args.activation_checkpointing or strategy.get("activation_checkpointing", False)
         given = args.schedule or strategy.get("schedule", "1f1b")
         return cls(
             module, batch, board, states, precision, options,
             args.stages or ([stages] if isinstance(stages, int) else None),
             args.microbatches or ([number] if isinstance(number, int) else None),
             [name.strip() for name in given.split(",")],
-            bool(strategy.get("activation_checkpointing")),
+            chosen_layers(module, board.layers, recomputed),
+            Timer(device, target.step_context(precision, device.type)) if options.balance == "time" else None,
         )  # fmt: skip
 
-    def work(self, num_microbatches: int) -> Work:
+    def work(self, num_microbatches: int, is_timed: bool = True) -> Work:
         """What a step takes in so many micro-batches."""
-        if num_microbatches not in self._works:
-            context = target.step_context(self.precision)
-            self._works[num_microbatches] = measure(
-                self.module, self.board, self.batch, num_microbatches, self.options.balance, context, self.states
-            )
-        return self._works[num_microbatches]
+        key = num_microbatches, is_timed
+        if key not in self._works:
+            self._works[key] = measure(
+                self.module, self.board, self.batch, num_microbatches, self.options.balance,
+                target.step_context(self.precision), self.states, self.checkpointed, self.timer if is_timed else None,
+            )  # fmt: skip
+        return self._works[key]
 
     def forecast(self, stages: int, microbatches: int, schedule: str) -> Forecast:
         """Of one way of running the model."""
@@ -139,7 +151,8 @@ class _Question:
             "parameters": sum(parameter.numel() for parameter in self.module.parameters()),
             "layers": len(self.board.layers),
             "precision": self.precision,
-            "ignores_activation_checkpointing": self.is_checkpointed,
+            "activation_checkpointing": sorted(self.checkpointed),
+            "timed_on": self.timer.device.type if self.timer is not None else None,
             "batch_size": work.batch_size,
             "devices": args.devices,
             "device_memory": args.device_memory,
@@ -149,7 +162,7 @@ class _Question:
 def _forecasts(args: argparse.Namespace, question: _Question) -> tuple[list[Forecast], Forecast | None]:
     if args.device_memory is not None:
         return choose(
-            question.forecast, question.work(1), question.schedules, args.device_memory,
+            question.forecast, question.work(1, is_timed=False), question.schedules, args.device_memory,
             question.stages, question.microbatches, args.devices,
         )  # fmt: skip
     if not question.stages:
@@ -178,16 +191,21 @@ def _target(args: argparse.Namespace) -> tuple[Callable[[], Any], Callable[[], A
 
 
 def _check(args: argparse.Namespace) -> None:
-    if args.bandwidth is not None and args.device_flops is None:
-        raise ValueError("--bandwidth needs --device-flops: without times there is nothing to compare transfers with")
     for number in args.stages or ():
         if args.devices is not None and args.devices % number:
             raise ValueError(f"--devices {args.devices} is no multiple of --stages {number}")
 
 
-def _balance(name: str) -> str:
-    if name not in _BALANCES:
-        raise ValueError(f"balance={name!r} is measured on devices: plan with --balance {', '.join(_BALANCES)}")
+def _balance(args: argparse.Namespace, strategy: dict[str, Any]) -> str:
+    name: str = args.balance or strategy.get("balance", "flops")
+    if name not in BALANCES:
+        raise ValueError(f"balance={name!r}: use {', '.join(BALANCES)}")
+    if args.bandwidth is not None and args.device_flops is None and name != "time":
+        raise ValueError(_NO_TIMES)
+    if name == "time" and args.device_flops is not None:
+        raise ValueError(
+            "--device-flops is for devices that are not here; --balance time measures seconds: leave one out"
+        )
     return name
 
 
@@ -196,8 +214,8 @@ def _title(facts: dict[str, Any], args: argparse.Namespace, chosen: Forecast | N
         f"{facts['model']}: {report.short(facts['parameters'])} parameters in {facts['layers']} layers,"
         f" {facts['precision']}, batch of {facts['batch_size']}"
     )
-    if facts["ignores_activation_checkpointing"]:
-        line += "\nThe config's activation_checkpointing is left out: with it, activations are smaller."
+    if facts["activation_checkpointing"]:
+        line += f", activations of {len(facts['activation_checkpointing'])} layers recomputed"
     if args.device_memory is None or chosen is None:
         return line
     stages = len(chosen.stages)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -16,6 +16,9 @@ __all__: list[str] = []
 
 #: more computations than this are simulated for all ranks together, where the schedule is known well enough
 _MANY = 40_000
+
+#: seconds that the simulator is given for a stage that takes no time at all
+_SHORTEST = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,14 +55,18 @@ class StageForecast:
         parameters: Number of parameters it holds.
         flops: Of the forward and backward of one micro-batch.
         receives: Bytes of one micro-batch that come from the stage before.
+        returns: Bytes of one micro-batch that go back to it, as gradients.
         weights: Bytes of parameters and buffers.
         gradients: Bytes of gradients.
         optimizer: Bytes of optimizer state.
         saved: Bytes that one micro-batch saves for its backward, parameters excluded.
-        messages: Bytes of its inputs and outputs beyond those, which stay until its backward.
+        messages: Bytes that it received beyond those, which stay until its backward.
+        recomputed: Bytes of the layer that saves most of all that are run again in the backward; one layer at a time.
         in_flight: Most micro-batches held at once.
         batch: Bytes of the batch, which every stage holds.
         bubble: Part of the step in which it computes nothing.
+        forward_seconds: Of one mean micro-batch; None where nothing was timed.
+        backward_seconds: The same.
     """
 
     first: str
@@ -68,14 +75,18 @@ class StageForecast:
     parameters: int
     flops: float
     receives: int
+    returns: int
     weights: int
     gradients: int
     optimizer: int
     saved: int
     messages: int
+    recomputed: int
     in_flight: int
     batch: int
     bubble: float
+    forward_seconds: float | None
+    backward_seconds: float | None
 
     @property
     def activations(self) -> int:
@@ -85,7 +96,7 @@ class StageForecast:
     @property
     def total(self) -> int:
         """All bytes at the peak."""
-        return self.weights + self.gradients + self.optimizer + self.activations + self.batch
+        return self.weights + self.gradients + self.optimizer + self.activations + self.recomputed + self.batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,20 +134,16 @@ def forecast(work: Work, options: Options) -> Forecast:
         ValueError: It cannot be cut so, or the schedule does not fit.
     """
     bounds = _cut(work, options)
-    spans = list(pairwise(bounds))
-    num_mbs = work.num_microbatches
-    forward = [max(sum(work.forward[start:stop]) * work.mean_size, 1.0) for start, stop in spans]
-    backward = [max(sum(work.backward[start:stop]) * work.mean_size, 1.0) for start, stop in spans]
-    received = [0, *(work.trace.bytes_at(bound) for bound in bounds[1:-1])]
-    step = _step(options, num_mbs, forward, backward, received)
-    stages = _stages(work, bounds, step.in_flight, step.bubbles, received)
-    ideal = num_mbs * (sum(forward) + sum(backward))
+    costs = _Costs.of(work, options, bounds)
+    step = _step(options, work.num_microbatches, costs)
+    stages = _stages(work, bounds, step, costs)
+    ideal = work.num_microbatches * (sum(costs.forward) + sum(costs.backward))
     return Forecast(
         schedule=options.schedule,
-        microbatches=num_mbs,
+        microbatches=work.num_microbatches,
         bounds=bounds,
         stages=stages,
-        seconds=step.makespan / options.flops_per_second if options.flops_per_second else None,
+        seconds=step.makespan * costs.seconds_each if costs.seconds_each else None,
         speedup=ideal / step.makespan,
         bubble=1 - ideal / (step.makespan * len(stages)),
     )
@@ -158,9 +165,51 @@ def _cut(work: Work, options: Options) -> tuple[int, ...]:
     return partition.cut_by_balance(trace, options.stages, work.costs, memory)
 
 
-def _stages(
-    work: Work, bounds: tuple[int, ...], held: Sequence[int], bubbles: Sequence[float], received: Sequence[int]
-) -> tuple[StageForecast, ...]:
+@dataclass(frozen=True, slots=True)
+class _Costs:
+    """Times of one mean micro-batch by stage, in seconds or in FLOPs of one device.
+
+    Attributes:
+        forward: Of forwards.
+        backward: Of backwards.
+        received: Bytes from the stage before.
+        returned: Bytes back to it.
+        seconds_each: Seconds of one unit of time; None where that is not known.
+        is_timed: Whether they were timed.
+    """
+
+    forward: list[float]
+    backward: list[float]
+    received: list[int]
+    returned: list[int]
+    seconds_each: float | None
+    is_timed: bool
+
+    @classmethod
+    def of(cls, work: Work, options: Options, bounds: tuple[int, ...]) -> _Costs:
+        """Add up the calls of each stage."""
+        forward, backward, least = work.forward, work.backward, 1.0
+        speed = options.flops_per_second
+        if work.passes is not None:
+            forward, backward = [one.forward for one in work.passes], [one.backward for one in work.passes]
+            speed, least = 1.0, _SHORTEST
+        spans = list(pairwise(bounds))
+        cuts = [work.trace.live(bound) for bound in bounds[1:-1]]
+        return cls(
+            [max(sum(forward[start:stop]) * work.mean_size, least) for start, stop in spans],
+            [max(sum(backward[start:stop]) * work.mean_size, least) for start, stop in spans],
+            [0, *(_bytes(work, cut) for cut in cuts)],
+            [0, *(_bytes(work, work.returned.intersection(cut)) for cut in cuts)],
+            1 / speed if speed else None,
+            work.passes is not None,
+        )
+
+
+def _bytes(work: Work, outputs: Iterable[tuple[int, int]]) -> int:
+    return sum(work.trace.calls[call].leaves[leaf].num_bytes for call, leaf in outputs)
+
+
+def _stages(work: Work, bounds: tuple[int, ...], step: _Step, costs: _Costs) -> tuple[StageForecast, ...]:
     num_stages = len(bounds) - 1
     sums = [[0, 0, 0, 0] for _ in range(num_stages)]
     for tensor in work.held:
@@ -174,10 +223,13 @@ def _stages(
         calls = work.trace.calls[start:stop]
         parameters, weights, gradients, optimizer = sums[stage]
         flops = sum(work.forward[start:stop]) + sum(work.backward[start:stop])
+        seconds = (costs.forward[stage], costs.backward[stage]) if costs.is_timed else (None, None)
         stages.append(
             StageForecast(
-                calls[0].layer, calls[-1].layer, len(calls), parameters, flops, received[stage],
-                weights, gradients, optimizer, saved, messages, held[stage], work.batch_bytes, bubbles[stage],
+                calls[0].layer, calls[-1].layer, len(calls), parameters, flops, costs.received[stage],
+                costs.returned[stage], weights, gradients, optimizer, saved, messages,
+                max(work.recomputed[start:stop]), step.in_flight[stage], work.batch_bytes, step.bubbles[stage],
+                *seconds,
             )
         )  # fmt: skip
     return tuple(stages)
@@ -188,10 +240,9 @@ def _held_for_backward(work: Work, start: int, stop: int, is_last: bool) -> tupl
     saved: dict[int, int] = {}
     for place in work.saved[start : stop + is_last]:
         saved.update(place)
-    live = set(work.trace.live(start) if start else ()) | set(() if is_last else work.trace.live(stop))
-    messages = {
+    messages = {  # what is handed on goes as soon as it is sent
         work.outputs[output]: work.trace.calls[output[0]].leaves[output[1]].num_bytes
-        for output in live
+        for output in (work.trace.live(start) if start else ())
         if work.outputs[output] not in saved
     }
     return sum(saved.values()), sum(messages.values())
@@ -199,24 +250,21 @@ def _held_for_backward(work: Work, start: int, stop: int, is_last: bool) -> tupl
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """Times in FLOPs of one device."""
+    """Times in the unit of the costs."""
 
     makespan: float
     bubbles: list[float]
     in_flight: list[int]
 
 
-def _step(
-    options: Options, num_mbs: int, forward: list[float], backward: list[float], received: Sequence[int]
-) -> _Step:
+def _step(options: Options, num_mbs: int, costs: _Costs) -> _Step:
     num = options.stages
     per_byte = 0.0
-    if options.flops_per_second and options.bytes_per_second:
-        per_byte = options.flops_per_second / options.bytes_per_second
-    transfer = [size * per_byte for size in received]
-    work = [one + two for one, two in zip(forward, backward, strict=True)]
+    if costs.seconds_each and options.bytes_per_second:
+        per_byte = 1 / (options.bytes_per_second * costs.seconds_each)
+    there, back = ([size * per_byte for size in sizes] for sizes in (costs.received, costs.returned))
     if 2 * num * num_mbs > _MANY and options.schedule in ticks.KNOWN:
-        makespan = ticks.makespan(options.schedule, num_mbs, forward, backward, transfer)
+        makespan = ticks.makespan(options.schedule, num_mbs, costs.forward, costs.backward, there, back)
         held = ticks.depths(options.schedule, num, num_mbs)
     else:
         schedule = build(options.schedule, num, num_mbs)
@@ -225,7 +273,8 @@ def _step(
                              " one stage per rank")  # fmt: skip
         pairs = {}
         for stage in range(1, num):
-            pairs[stage - 1, stage] = pairs[stage, stage - 1] = transfer[stage]
-        makespan = simulate(schedule, Costs(forward=forward, backward=backward, transfer=pairs)).makespan
+            pairs[stage - 1, stage], pairs[stage, stage - 1] = there[stage], back[stage]
+        makespan = simulate(schedule, Costs(costs.forward, costs.backward, transfer=pairs)).makespan
         held = list(in_flight(schedule).values())
+    work = [one + two for one, two in zip(costs.forward, costs.backward, strict=True)]
     return _Step(makespan, [1 - num_mbs * own / makespan for own in work], held)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from lightning_pp.partition.operators import storage_key
 from lightning_pp.partition.provenance import Provenance, names_of, outputs_of
 from lightning_pp.partition.switch import Switchboard
 from lightning_pp.partition.untouched import as_if_never
+from lightning_pp.planning.timing import Asked, Passes, Timer
 from lightning_pp.planning.work import Held, Work
 from lightning_pp.runtime import microbatch
 from lightning_pp.steps.jobs import whole_step
@@ -47,6 +49,8 @@ def measure(
     balance: str,
     context: Callable[[], AbstractContextManager[None]],
     states: dict[str, int],
+    checkpointed: frozenset[str] = frozenset(),
+    timer: Timer | None = None,
 ) -> Work:
     """Run ``training_step`` once on the largest micro-batch, without memory for anything.
 
@@ -58,6 +62,8 @@ def measure(
         balance: What stages are balanced by.
         context: The precision of the step.
         states: Bytes of optimizer state, by parameter.
+        checkpointed: Layers whose activations are recomputed.
+        timer: Times the layers afterwards, for which there has to be memory; None if nobody wants to know.
 
     Raises:
         ValueError: The step cannot run so.
@@ -65,26 +71,52 @@ def measure(
     parts = _split(module, batch, num_microbatches)
     sizes = [microbatch.batch_size(part) or 1 for part in parts]
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    watch = _Watch(board)
+    watch = _Watch(board, checkpointed)
     with as_if_never(module, watch.provenance), mode, _without_memory(module, mode, watch):
         part = tree.map_leaves(lambda leaf: _fake(leaf, mode), parts[sizes.index(max(sizes))])
         watch.exclude(tree.tensors_of(part))
         rest = compat.step_arguments(module, "training_step", part, 1)[1:]
         step = whole_step(module, "training_step", part, rest, context)
         trace = watch.run(step)
+    passes = None
+    if timer is not None:
+        passes = [timer.passes(board.layers[asked.name], asked) for asked in watch.asked]
+        timed = zip(trace.calls, passes, strict=True)
+        trace = replace(trace, calls=tuple(replace(call, seconds=one.forward + one.backward) for call, one in timed))
+    return _work(module, batch, watch, trace, (balance, states, checkpointed), passes, sizes)
+
+
+def _work(
+    module: LightningModule,
+    batch: Any,
+    watch: _Watch,
+    trace: Trace,
+    given: tuple[str, dict[str, int], frozenset[str]],
+    passes: Sequence[Passes] | None,
+    sizes: Sequence[int],
+) -> Work:
+    """Put what was seen together."""
+    balance, states, checkpointed = given
+    board = watch.board
     costs, _ = call_costs(trace, board, balance)
-    passes, _ = call_costs(trace, board, "flops")
+    every, _ = call_costs(trace, board, "flops")
     forward = [float(call.flops) for call in trace.calls]
-    has_flops = any(forward)
+    if not any(forward):
+        forward, every = every, [3 * all_ for all_ in every]
+    again = [call.layer in checkpointed for call in trace.calls]
     return Work(
         trace=trace,
         costs=tuple(costs),
-        forward=tuple(forward if has_flops else passes),
-        backward=tuple(all_ - one if has_flops else 2 * all_ for all_, one in zip(passes, forward, strict=True)),
+        forward=tuple(forward),
+        backward=tuple(all_ - (1 - a) * one for all_, one, a in zip(every, forward, again, strict=True)),
         saved=tuple(watch.saved.get(place, {}) for place in range(len(trace.calls) + 1)),
+        recomputed=tuple(sum(watch.recomputed.get(place, {}).values()) for place in range(len(trace.calls))),
         outputs=watch.outputs,
+        returned=frozenset(watch.returned),
+        passes=passes
+        and [Passes(one.forward, one.backward + a * one.forward) for one, a in zip(passes, again, strict=True)],
         held=tuple(_held(module, board, trace, states)),
-        num_microbatches=len(parts),
+        num_microbatches=len(sizes),
         mean_size=sum(sizes) / len(sizes) / max(sizes),
         batch_size=microbatch.batch_size(batch) or 1,
         batch_bytes=sum({storage_key(t): t.untyped_storage().nbytes() for t in tree.tensors_of(batch)}.values()),
@@ -103,15 +135,23 @@ class _Watch:
 
     Attributes:
         provenance: Of the glue.
+        board: The switched layers.
         saved: By place, the storages saved for backward there. Place p is layer call p and the code before it.
+        recomputed: By layer call, what is saved there when its backward begins, not before.
         outputs: The storage of each layer output ``(call, leaf)``.
+        returned: Those for which a gradient comes back.
+        asked: What the layers were called with.
     """
 
-    def __init__(self, board: Switchboard) -> None:
+    def __init__(self, board: Switchboard, checkpointed: frozenset[str]) -> None:
         self.provenance = _Sources()
         self.saved: dict[int, dict[int, int]] = {}
+        self.recomputed: dict[int, dict[int, int]] = {}
         self.outputs: dict[tuple[int, int], int] = {}
-        self._board = board
+        self.returned: set[tuple[int, int]] = set()
+        self.asked: list[Asked] = []
+        self.board = board
+        self._checkpointed = checkpointed
         self._excluded: set[int] = set()
         self._calls: list[Call] = []
         self._place = 0
@@ -132,7 +172,7 @@ class _Watch:
         """Run the step."""
         hooks = torch.autograd.graph.saved_tensors_hooks(self._save, lambda tensor: tensor)
         try:
-            with self._board.answered_by(self), self.provenance, hooks:
+            with self.board.answered_by(self), self.provenance, hooks:
                 result = step()
         except TraceError:
             raise
@@ -162,7 +202,9 @@ class _Watch:
         sources = frozenset[Any]().union(*(self.provenance.of(tensor) for tensor in inputs))
         versions = [tensor._version for tensor in inputs]
         index = len(self._calls)
-        with self.provenance.paused(), self._board.answered_by(None), FlopCounterMode(display=False) as counter:
+        self.asked.append(Asked.of(name, args, kwargs))
+        counter = FlopCounterMode(display=False)
+        with self.provenance.paused(), self.board.answered_by(None), self._saving(name, index, inputs), counter:
             result = compute(*args, **kwargs)
         given = {id(tensor) for tensor in inputs}
         written = [tensor for tensor, old in zip(inputs, versions, strict=True) if tensor._version != old]
@@ -170,6 +212,8 @@ class _Watch:
         for leaf, tensor in enumerate(leaves):
             self.provenance.overwrite(tensor, (index, leaf))
             self.outputs[index, leaf] = storage_key(tensor)
+            if tensor.requires_grad:
+                self.returned.add((index, leaf))
         self._calls.append(
             Call(
                 layer=name,
@@ -180,7 +224,7 @@ class _Watch:
                 parameters=names_of(sources),
                 draws=False,
                 flops=int(counter.get_total_flops()),
-                saved_bytes=sum(self.saved.get(index, {}).values()),
+                saved_bytes=sum((self.saved.get(index, {}) | self.recomputed.get(index, {})).values()),
             )
         )
         self._alive += [inputs, leaves]
@@ -188,12 +232,36 @@ class _Watch:
         self.provenance.start_calls(self._place)
         return result
 
+    @contextmanager
+    def _saving(self, name: str, index: int, inputs: list[Tensor]) -> Iterator[None]:
+        """A layer that is recomputed keeps what it was called with, and saves the rest later."""
+        if name not in self._checkpointed or not torch.is_grad_enabled():
+            yield
+            return
+        later: list[Tensor] = []
+
+        def pack(tensor: Tensor) -> Tensor:
+            later.append(tensor)
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            yield
+        for tensor in inputs if later else []:  # a layer that saves nothing is not run again
+            self._save(tensor)
+        kept = self.saved.get(index, {})
+        for tensor in later:
+            if storage_key(tensor) not in kept:
+                self._note(self.recomputed.setdefault(index, {}), tensor)
+
     def _save(self, tensor: Tensor) -> Tensor:
+        self._note(self.saved.setdefault(self._place, {}), tensor)
+        return tensor
+
+    def _note(self, where: dict[int, int], tensor: Tensor) -> None:
         key = storage_key(tensor)
         if key not in self._excluded:
-            self.saved.setdefault(self._place, {})[key] = tensor.untyped_storage().nbytes()
+            where[key] = tensor.untyped_storage().nbytes()
             self._alive.append(tensor)
-        return tensor
 
 
 @contextmanager

@@ -18,6 +18,7 @@ _SHOWN = 8
 _STAGE_HEAD = (
     "stage", "layers", "params", "FLOPs", "receives", "weights", "grads", "optim.", "activations", "total", "idle",
 )  # fmt: skip
+_TIMED_HEAD = tuple("F+B" if name == "FLOPs" else name for name in _STAGE_HEAD)
 _HEAD = ("P", "M", "schedule", "bubble", "speed-up", "step", "memory", "fits")
 
 
@@ -36,8 +37,9 @@ def text(title: str, forecasts: Sequence[Forecast], chosen: Forecast | None, mem
     if chosen is not None:
         if len(forecasts) > 1:
             parts.append(f"P={len(chosen.stages)}, M={chosen.microbatches}, {chosen.schedule}:")
-        parts.append(_table(_STAGE_HEAD, _stage_rows(chosen.stages)))
-        parts.append("FLOPs and receives are of one micro-batch; activations: micro-batches in flight x bytes of one.")
+        is_timed = chosen.stages[0].forward_seconds is not None
+        parts.append(_table(_TIMED_HEAD if is_timed else _STAGE_HEAD, _stage_rows(chosen.stages)))
+        parts += _notes(chosen.stages, is_timed)
     return "\n".join(parts)
 
 
@@ -93,10 +95,26 @@ def _stage_rows(stages: Sequence[StageForecast]) -> list[tuple[str, ...]]:
 def _stage_row(number: int, stage: StageForecast) -> tuple[str, ...]:
     layers = stage.first if stage.calls == 1 else f"{stage.first} ... {stage.last}"
     return (
-        str(number), layers, short(stage.parameters), short(stage.flops), size(stage.receives),
+        str(number), layers, short(stage.parameters), _work(stage), size(stage.receives),
         size(stage.weights), size(stage.gradients), size(stage.optimizer),
         f"{stage.in_flight} x {size(stage.saved + stage.messages)}", size(stage.total), f"{stage.bubble:.1%}",
     )  # fmt: skip
+
+
+def _work(stage: StageForecast) -> str:
+    if stage.forward_seconds is None or stage.backward_seconds is None:
+        return short(stage.flops)
+    return f"{stage.forward_seconds * 1e3:.3g}+{stage.backward_seconds * 1e3:.3g}"
+
+
+def _notes(stages: Sequence[StageForecast], is_timed: bool) -> list[str]:
+    """What the columns mean."""
+    work = "F+B (ms of forward and backward)" if is_timed else "FLOPs"
+    notes = [f"{work} and receives are of one micro-batch; activations: micro-batches in flight x bytes of one."]
+    most = max(stage.recomputed for stage in stages)
+    if most:
+        notes.append(f"The total has up to {size(most)} for the layer that is recomputed at the time.")
+    return notes
 
 
 def _as_dict(one: Forecast) -> dict[str, Any]:

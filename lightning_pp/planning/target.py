@@ -179,11 +179,11 @@ def _trainer() -> Trainer:
         logger.setLevel(level)
 
 
-def step_context(precision: str) -> Callable[[], AbstractContextManager[Any]]:
-    """The context in which the step runs."""
+def step_context(precision: str, device: str = "cpu") -> Callable[[], AbstractContextManager[Any]]:
+    """The context in which the step runs on a kind of device."""
     dtype, autocast = PRECISIONS[precision]
     if autocast is not None:
-        return lambda: torch.autocast("cpu", autocast)
+        return lambda: torch.autocast(device, autocast)
     return (lambda: _default_dtype(dtype)) if dtype is not None else nullcontext
 
 

@@ -31,6 +31,7 @@ def makespan(
     forward: Sequence[float],
     backward: Sequence[float],
     transfer: Sequence[float],
+    transfer_back: Sequence[float] | None = None,
 ) -> float:
     """The time from the first start to the last end.
 
@@ -39,12 +40,13 @@ def makespan(
         num_microbatches: M.
         forward: Time of a forward, by rank.
         backward: Time of a backward, by rank.
-        transfer: Time of a message between rank k - 1 and rank k, by k; the first entry is not used.
+        transfer: Time of an activation from rank k - 1 to rank k, by k; the first entry is not used.
+        transfer_back: Time of a gradient from rank k to rank k - 1, by k; None for that of an activation.
     """
     num_ranks = len(forward)
     ranks = numpy.arange(num_ranks)
     costs = numpy.array(forward), numpy.array(backward)
-    link = numpy.array([*transfer, 0.0])
+    links = [numpy.array([*times, 0.0]) for times in (transfer, transfer if transfer_back is None else transfer_back)]
     # what comes from the rank before lies under the rank's own number, what comes from the one behind under one more
     arrival = numpy.zeros((2, num_ranks + 1, num_microbatches))
     free = numpy.zeros((2, num_ranks + 1))
@@ -56,7 +58,7 @@ def makespan(
             mbs = found[at]
             source, target = at + kind, at + 1 - kind
             now[at] = numpy.maximum(now[at], arrival[kind, source, mbs]) + costs[kind][at]
-            travel = numpy.maximum(now[at], free[kind, target]) + link[target]
+            travel = numpy.maximum(now[at], free[kind, target]) + links[kind][target]
             arrival[kind, target, mbs] = free[kind, target] = travel
     return float(now.max())
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from lightning_pp.partition.calls import Trace
+from lightning_pp.planning.timing import Passes
 
 __all__: list[str] = []
 
@@ -39,10 +40,13 @@ class Work:
         trace: Its layer calls.
         costs: By which the stages are balanced.
         forward: FLOPs of each call's forward.
-        backward: FLOPs of each call's backward.
+        backward: FLOPs of each call's backward, and of a second forward where activations are recomputed.
         saved: By place, ``{storage: bytes}`` saved for backward: in the code before call p and in the call; the last
             place is the end of the step.
+        recomputed: Bytes that each call saves for its backward only when that begins, and drops with its end.
         outputs: The storage of each layer output ``(call, leaf)``.
+        returned: Those layer outputs for which a gradient comes back.
+        passes: Seconds of each call, a second forward counted as backward; None where nothing was timed.
         held: Parameters and buffers.
         num_microbatches: Micro-batches that the batch gives.
         mean_size: Size of the mean micro-batch, as a part of the largest one's.
@@ -55,7 +59,10 @@ class Work:
     forward: Sequence[float]
     backward: Sequence[float]
     saved: Sequence[Mapping[int, int]]
+    recomputed: Sequence[int]
     outputs: Mapping[tuple[int, int], int]
+    returned: frozenset[tuple[int, int]]
+    passes: Sequence[Passes] | None
     held: Sequence[Held]
     num_microbatches: int
     mean_size: float

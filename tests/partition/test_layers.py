@@ -6,7 +6,7 @@ import pytest
 from torch import nn
 from torchmetrics import MeanMetric, Metric
 
-from lightning_pp.partition.layers import find_layers
+from lightning_pp.partition.layers import chosen_layers, find_layers
 
 
 class Block(nn.Module):
@@ -115,3 +115,31 @@ def test_wanted_that_is_never_called():
     with pytest.raises(ValueError, match=r"'transformer.h' is a ModuleList, which is never called itself") as error:
         names(GPT(), ["transformer.h"])
     assert str(error.value).endswith("Name what it holds: transformer.h.0, transformer.h.1.")
+
+
+@pytest.mark.parametrize(
+    ("wanted", "expected"),
+    [
+        (True, {"embedding", "blocks.0", "blocks.1", "head"}),
+        (False, set()),
+        ([nn.Bilinear], {"blocks.1"}),
+        (["torch.nn.Bilinear", "head"], {"blocks.1", "head"}),
+        (["blocks"], {"blocks.0", "blocks.1"}),
+        ([nn.Linear], {"blocks.0", "head"}),
+    ],
+)
+def test_chosen_are_those_named_and_no_others(wanted, expected):
+    model = nn.Module()
+    model.embedding = nn.Embedding(3, 4)
+    model.blocks = nn.ModuleList([nn.Linear(4, 4), nn.Bilinear(4, 4, 4)])
+    model.head = nn.Linear(4, 1)
+    assert chosen_layers(model, find_layers(model), wanted) == expected
+
+
+@pytest.mark.parametrize("wanted", [nn.Conv1d, "nowhere", "torch.nn.Nowhere", "", "head.0"])
+def test_what_is_no_layer_cannot_be_chosen(wanted):
+    model = nn.Module()
+    model.head = nn.Sequential(nn.Sequential(nn.Tanh(), nn.Linear(4, 1)))
+    layers = {"head": model.head}  # one that holds what is named is another thing
+    with pytest.raises(ValueError, match="is no layer of Module. Give True, or classes or names of layers: its layers"):
+        chosen_layers(model, layers, [nn.Linear, wanted] if wanted == "head.0" else [wanted])

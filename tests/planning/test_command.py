@@ -76,7 +76,7 @@ def test_tables(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     for out in (drawn, plain):
         words = " ".join(out.split())
         assert words.startswith("CharGPT: 804k parameters in 7 layers, 32-true, batch of 64 P M schedule")
-        assert "404k 604M 0B 1.62MB 1.62MB 3.23MB 2 x 4.34MB" in words
+        assert "404k 604M 0B 1.62MB 1.62MB 3.23MB 2 x 4.21MB" in words
 
 
 def test_the_documentation_shows_what_is_printed(capsys: Any) -> None:
@@ -154,16 +154,16 @@ def test_a_thousand_ranks(schedule: str) -> None:
     trace = Trace(calls, frozenset([(num - 1, 0)]), frozenset(), frozenset(), False, False)
     work = Work(
         trace, [300.0] * num, [100.0] * num, [200.0] * num, [{k: 8000} for k in range(num)] + [{}],
-        {(k, 0): num + k for k in range(num)}, [Held(f"p{k}", 5, 20, 20, 40, (k,)) for k in range(num)],
-        4000, 1.0, 4000, 7,
+        [0] * num, {(k, 0): num + k for k in range(num)}, frozenset(), None,
+        [Held(f"p{k}", 5, 20, 20, 40, (k,)) for k in range(num)], 4000, 1.0, 4000, 7,
     )  # fmt: skip
     start = time.monotonic()
     found = forecast(work, Options(num, schedule))
     assert time.monotonic() - start < 20
     assert found.bubble == pytest.approx((num - 1) / (4000 + num - 1), rel=1e-9)
     assert found.bounds == tuple(range(num + 1))
-    in_flight = {"gpipe": 4000, "1f1b": 1000, "eager_1f1b": 1999}[schedule]
-    assert found.stages[0].total == 80 + in_flight * (8000 + 4000) + 7
+    in_flight = {"gpipe": 4000, "1f1b": 999, "eager_1f1b": 1997}[schedule]
+    assert found.stages[1].total == 80 + in_flight * (8000 + 4000) + 7
 
 
 def test_a_config(capsys: Any) -> None:
@@ -174,17 +174,20 @@ def test_a_config(capsys: Any) -> None:
     assert only["stages"][0]["last"] == "blocks.1"
 
 
-def test_what_a_config_has_and_a_plan_has_not(capsys: Any, tmp_path: Any) -> None:
-    strategy = "{class_path: lightning_pp.PipelineStrategy, init_args: {stages: 2, activation_checkpointing: true}}"
+@pytest.mark.parametrize(("given", "number"), [("true", 3), ("false", 0), ("[layers.1]", 1)])
+def test_a_config_with_activation_checkpointing(capsys: Any, tmp_path: Any, given: str, number: int) -> None:
+    arguments = f"{{stages: 2, activation_checkpointing: {given}}}"
+    strategy = f"{{class_path: lightning_pp.PipelineStrategy, init_args: {arguments}}}"
     (tmp_path / "config.yaml").write_text(
         f"trainer: {{strategy: {strategy}, precision: bf16-true}}\n"
         "model: {class_path: plan_models.Wide, init_args: {width: 8, layers: 3}}\n"
     )
     args = ["plan", "--config", str(tmp_path / "config.yaml"), "--batch", '{"x": [20, 8], "y": [20]}']
     assert main(args) == 0
-    first, second, *_ = capsys.readouterr().out.splitlines()
-    assert first == "Wide: 192 parameters in 3 layers, bf16-true, batch of 20"
-    assert second.startswith("The config's activation_checkpointing is left out")
+    first = capsys.readouterr().out.splitlines()[0]
+    assert first == "Wide: 192 parameters in 3 layers, bf16-true, batch of 20" + (
+        f", activations of {number} layers recomputed" if number else ""
+    )
 
 
 @pytest.mark.parametrize("name", ["UNet", "TwiceCalled", "FrozenHalf", "FusedOptimizer", "CompiledLayers", "Recurrent"])
@@ -265,6 +268,7 @@ SIZES = ["--init-args", INIT, "--batch", BATCH, "--stages", "2"]
         ([GPT, *SIZES, "--device-memory", "80XB"], "'80X': a number above 0"),
         ([GPT, *SIZES, "--device-memory", "1MB"], "nothing fits in 1.00MB: the least is"),
         ([GPT, *SIZES, "--bandwidth", "1GB"], "--bandwidth needs --device-flops"),
+        ([GPT, *SIZES, "--activation-checkpointing", "blocks.7"], "'blocks.7' is no layer of CharGPT. Give True"),
         ([GPT, *SIZES, "--devices", "3"], "--devices 3 is no multiple of --stages 2"),
         ([GPT, *SIZES, "--config", "none.yaml"], "--config none.yaml"),
     ],
