@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from math import prod
@@ -70,6 +70,7 @@ class Call:
         saved_bytes: Bytes it keeps for its backward, parameters excluded.
         seconds: What the trace's ``time_call`` said; 0 without one.
         region: The reentrant gradient checkpoint that it runs in, numbered; None outside of one.
+        resumes: Other calls of the layer that have left it values (in a cache of keys and values) which it uses.
     """
 
     layer: str
@@ -83,6 +84,7 @@ class Call:
     saved_bytes: int
     seconds: float = 0.0
     region: int | None = None
+    resumes: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,32 +123,57 @@ class Trace:
         """Bytes that cross a cut in front of call number ``call``."""
         return sum(self.calls[index].leaves[leaf].num_bytes for index, leaf in self.live(call))
 
-    def refuse_cut_regions(self, bounds: Sequence[int]) -> None:
-        """Complain where a reentrant gradient checkpoint would lie on two stages.
+    def starts(self) -> list[int]:
+        """The calls in front of which the step may be cut, and the number of calls."""
+        divided = {bound for first, last, _ in self._together() for bound in range(first + 1, last + 1)}
+        return [bound for bound in range(len(self.calls) + 1) if bound not in divided]
 
-        Such a checkpoint runs without gradients and builds its graph when it returns, which it does on neither stage.
+    def refuse_divided(self, bounds: Sequence[int]) -> None:
+        """Complain where calls that belong together would lie on two stages.
 
         Raises:
-            TraceError: One of ``bounds`` lies inside of one.
+            TraceError: One of ``bounds`` lies between them.
         """
         stage_of = [bisect_right(bounds[1:-1], index) for index in range(len(self.calls))]
+        for first, last, why in self._together():
+            if stage_of[first] != stage_of[last]:
+                raise TraceError(why)
+
+    def _together(self) -> Iterator[tuple[int, int, str]]:
+        """Pairs of calls that one stage has to run, and why."""
         first: dict[object, int] = {}
         for index, call in enumerate(self.calls):
+            for other in call.resumes:
+                yield other, index, _resumed(call.layer)
             if call.region is None:
                 continue
-            for key in (call.region, call.layer):  # one checkpoint, and one layer in several of them
+            # One checkpoint, and one layer in several of them: a reentrant checkpoint runs without gradients and builds
+            # its graph when it returns, which it would do on neither of two stages.
+            for key in (call.region, call.layer):
                 other = first.setdefault(key, index)
-                if stage_of[other] != stage_of[index]:
-                    raise TraceError(
-                        f"A cut between layers {self.calls[other].layer!r} and {call.layer!r} divides what runs in"
-                        " torch.utils.checkpoint.checkpoint(..., use_reentrant=True). Use use_reentrant=False,"
-                        " checkpoint the layers one by one, or set activation_checkpointing=True instead."
-                    )
+                yield other, index, _checkpointed(self.calls[other].layer, call.layer)
 
     @property
     def layers(self) -> tuple[str, ...]:
         """The layers that are called, each once."""
         return tuple(dict.fromkeys(call.layer for call in self.calls))
+
+
+def _checkpointed(first: str, last: str) -> str:
+    return (
+        f"A cut between layers {first!r} and {last!r} divides what runs in"
+        " torch.utils.checkpoint.checkpoint(..., use_reentrant=True). Use use_reentrant=False, checkpoint the layers"
+        " one by one, or set activation_checkpointing=True instead."
+    )
+
+
+def _resumed(layer: str) -> str:
+    return (
+        f"The step calls layer {layer!r} more than once, and a later call uses what an earlier one has put aside (in an"
+        " attribute, a list, or another object such as a cache of keys and values). All that runs between the two calls"
+        " has to lie on one stage, which leaves no place for so many cuts. Call the layers once, on the whole input, or"
+        " use fewer stages."
+    )
 
 
 def rebuild(structure: object, tensors: list[Tensor], inputs: list[Any]) -> Any:

@@ -19,6 +19,7 @@ from lightning_pp.partition.calls import CONSTANTS, Argument, TraceError
 from lightning_pp.partition.mirror import show_changes
 from lightning_pp.partition.operators import storage_key
 from lightning_pp.partition.provenance import Provenance, names_of, outputs_of
+from lightning_pp.partition.untouched import is_store, state_of
 from lightning_pp.partition.watch import LayerWatch
 
 __all__: list[str] = []
@@ -93,11 +94,13 @@ class Inference:
         Raises:
             TraceError: The layer fails, or does something that cannot be cut.
         """
+        restore = state_of((args, kwargs, layer))
         try:
             return self._with_fakes(name, layer, args, kwargs)
         except TraceError:
             raise
         except Exception as error:  # whatever a layer does not bear as a fake, it may bear for real
+            restore()  # it may have come half-way, and a cache of keys and values grows with each run
             return self._for_real(name, layer, args, kwargs, error)
 
     def filled(self, shape: Any, dtype: torch.dtype) -> Tensor:
@@ -132,6 +135,8 @@ class Inference:
             for tensor in tree.tensors_of(dict(module.__dict__)):
                 if isinstance(tensor, FakeTensor) or not tensor.is_leaf:  # neither can be copied as it is
                     memo[id(tensor)] = self.filled(tensor.shape, tensor.dtype)
+            # what one call leaves in a cache of its own, the next has to find
+            memo |= {id(held): held for held in vars(module).values() if is_store(held)}
         copied = copy.deepcopy(layer, memo).to_empty(device=self._device)
         for tensor in (*copied.parameters(), *copied.buffers()):
             tensor.data = self.filled(tensor.shape, tensor.dtype)
@@ -145,7 +150,7 @@ class Inference:
             buffers = {key: self._fake_parameter(b) for key, b in layer.named_buffers()}
         cost = Cost()
         given = [item for item in fakes if isinstance(item, Tensor)]
-        watch = LayerWatch(name, self._provenance, [*given, *parameters.values()])
+        watch = LayerWatch(name, self._provenance, [*given, *parameters.values()], buffers.values())
         tensors = parameters | buffers
         fake_args, fake_kwargs = _with_leaves((args, kwargs), fakes)
         with torch.compiler.set_stance("force_eager"), self._fake_mode, cost.measuring(tensors), watch:
@@ -163,7 +168,7 @@ class Inference:
         copied = self.real_copy(layer)
         cost = Cost()
         given = [item for item in copies if isinstance(item, Tensor)]
-        watch = LayerWatch(name, self._provenance, [*given, *copied.parameters()])
+        watch = LayerWatch(name, self._provenance, [*given, *copied.parameters()], copied.buffers())
         modules = list(zip(layer.modules(), copied.modules(), strict=True))
         copied_args, copied_kwargs = _with_leaves((args, kwargs), copies)
         try:
@@ -177,6 +182,7 @@ class Inference:
             ) from error
         for original, module in modules:
             self._put_aside(original, module, watch)
+        watch.finish()
         self._show_changes((args, kwargs), (copied_args, copied_kwargs), inputs, copies)
         _refuse_numbers(name, result, copies)
         return Inferred(_by_identity(result, copies), _positions(copies, watch.written), watch, cost)

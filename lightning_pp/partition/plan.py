@@ -108,8 +108,14 @@ def cut_by_balance(
         in_flight = min(num_microbatches, num_stages - stage)
         return sums[stop] - sums[start] + in_flight * (saved_sums[stop] - saved_sums[start])
 
-    crossing = [float(trace.bytes_at(call)) for call in range(len(trace.calls))]
-    return balanced_cut(len(trace.calls), num_stages, stage_cost, crossing)
+    starts = trace.starts()
+    if len(starts) <= num_stages:  # too few: whoever looks at the cut will say why
+        starts = list(range(len(trace.calls) + 1))
+    crossing = [float(trace.bytes_at(call)) for call in starts[:-1]]
+    cut = balanced_cut(
+        len(crossing), num_stages, lambda stage, start, stop: stage_cost(stage, starts[start], starts[stop]), crossing
+    )
+    return tuple(starts[bound] for bound in cut)
 
 
 def follow(

@@ -60,7 +60,8 @@ class Provenance(TorchDispatchMode):
         tail: What the operations since the last layer call used.
         touched: Names of parameters and buffers that glue used in any way, if only for their dtype.
         own_draws: Where each generator of the user's was drawn from first: layer calls before, and the line.
-        aside: By storage key, the layer that made a tensor which lives on without having been returned.
+        aside: By storage key, the layer, and the number of its call, that made a tensor which lives on without having
+            been returned.
     """
 
     def __init__(self) -> None:
@@ -72,7 +73,7 @@ class Provenance(TorchDispatchMode):
         self.reads: list[Read] = []
         self.draws = False
         self.own_draws: dict[torch.Generator, tuple[int, str]] = {}
-        self.aside: dict[int, str] = {}
+        self.aside: dict[int, tuple[str, int]] = {}
         self._paused = False
         self._sources: dict[int, frozenset[Source]] = {}
         self._outputs: dict[int, tuple[int, int]] = {}
@@ -199,13 +200,14 @@ class Provenance(TorchDispatchMode):
 
     def refuse_aside(self, tensor: Tensor, user: str) -> None:
         """Complain about a use of ``tensor`` where it is one that a layer made and did not return."""
-        if isinstance(tensor, FakeTensor):
-            name = self.aside.get(storage_key(tensor))
-            layer = "a layer" if name is None else f"layer {name!r}"
+        maker = self.aside.get(storage_key(tensor))
+        if maker is not None or isinstance(tensor, FakeTensor):
+            layer = "a layer" if maker is None else f"layer {maker[0]!r}"
             raise TraceError(
                 f"{user} uses a tensor that {layer} has put aside (in an attribute, a list or another object) instead"
                 f" of returning it: {user_line()}. It would be missing, or stale, on the other stages. Return it from"
-                " the layer's forward."
+                " the layer's forward. Where a library collects it on demand (output_hidden_states, output_attentions,"
+                " output_router_logits), do not ask for it."
             )
 
     def _use(self, inputs: list[Tensor], sources: frozenset[Source]) -> None:

@@ -182,6 +182,7 @@ class _Tracer:
             saved_bytes=inferred.cost.saved_bytes,
             seconds=seconds,
             region=self._region(),
+            resumes=frozenset(inferred.watch.resumes - {len(self._calls)}),
         )
         given = [self.provenance.of(item) for item in inputs if isinstance(item, Tensor)]
         self._calls.append(_Recording(call, inferred.watch.sources.union(*given)))
@@ -322,4 +323,5 @@ def _merged(one: Call, two: Call) -> Call:
         needs=one.needs | two.needs,
         parameters=one.parameters | two.parameters,
         draws=one.draws or two.draws,
+        resumes=one.resumes | two.resumes,
     )

@@ -33,8 +33,7 @@ _CONTAINERS = (list, dict, set, deque)
 @contextmanager
 def as_if_never(model: nn.Module, provenance: Provenance) -> Iterator[None]:
     """Restore the model's Python state, written tensors, and every random state afterwards."""
-    undo = [restore for _, value in reachable(model) for restore in _restorers(value)]
-    undo += [_flags(parameter) for parameter in model.parameters()]
+    undo = [state_of(model), *(_flags(parameter) for parameter in model.parameters())]
     with preserved():
         try:
             yield
@@ -42,6 +41,17 @@ def as_if_never(model: nn.Module, provenance: Provenance) -> Iterator[None]:
             provenance.undo_writes()
             for restore in undo:
                 restore()
+
+
+def state_of(root: Any) -> Callable[[], None]:
+    """What gives everything that ``root`` holds the Python state back that it has now."""
+    undo = [restore for _, value in reachable(root) for restore in _restorers(value)]
+
+    def restore_all() -> None:
+        for restore in undo:
+            restore()
+
+    return restore_all
 
 
 def kept_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
@@ -54,11 +64,11 @@ def kept_names(model: nn.Module) -> dict[int, str]:
     return {storage_key(tensor): path for path, tensor in kept_tensors(model)}
 
 
-def reachable(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Everything that ``model`` holds, itself included, each once, with the name of the attribute that holds it."""
-    names = {id(module): name for name, module in model.named_modules()}
+def reachable(root: Any) -> Iterator[tuple[str, Any]]:
+    """Everything that ``root`` holds, itself included, each once, with the name of the attribute that holds it."""
+    names = {id(module): name for name, module in root.named_modules()} if isinstance(root, nn.Module) else {}
     seen: set[int] = set()
-    waiting: list[tuple[str, Any]] = [("self", model)]
+    waiting: list[tuple[str, Any]] = [("self", root)]
     while waiting:
         path, value = waiting.pop()
         if id(value) in seen:
@@ -68,6 +78,13 @@ def reachable(model: nn.Module) -> Iterator[tuple[str, Any]]:
             path = ".".join(filter(None, ("self", names[id(value)])))
         yield path, value
         waiting += _inside(path, value)
+
+
+def is_store(value: Any) -> bool:
+    """Whether this is an object of the user's own that knows of no module: a place to keep things, such as a cache."""
+    if not _is_open(value):
+        return False
+    return not any(callable(held) and not isinstance(held, type) for _, held in reachable(value))
 
 
 def _inside(path: str, value: Any) -> Iterator[tuple[str, Any]]:

@@ -28,24 +28,30 @@ class LayerWatch(TorchDispatchMode):
         layer: The layer's name.
         provenance: Of the glue.
         values: Its arguments and parameters, as it will see them.
+        buffers: Its buffers: a stage that runs the layer has them.
 
     Attributes:
         draws: Whether it drew random numbers.
         written: Keys of the storages it wrote into.
         sources: What real tensors that it was not given (such as another module's parameter) come from.
+        resumes: The calls of this layer that have put something aside which it uses.
     """
 
-    def __init__(self, layer: str, provenance: Provenance, values: Iterable[Tensor]) -> None:
+    def __init__(
+        self, layer: str, provenance: Provenance, values: Iterable[Tensor], buffers: Iterable[Tensor] = ()
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.draws = False
         self.written: set[int] = set()
         self.sources: frozenset[Source] = NOTHING
+        self.resumes: set[int] = set()
         self._layer = layer
         self._provenance = provenance
         self._given = list(values)
         self._made: list[Tensor] = []
         self._given_keys = {storage_key(tensor) for tensor in self._given}
         self._values = set(self._given_keys)
+        self._buffer_keys = {storage_key(tensor) for tensor in buffers}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -72,13 +78,15 @@ class LayerWatch(TorchDispatchMode):
 
     def put_aside(self, tensor: Tensor) -> None:
         """Say that ``tensor`` may turn up outside of the layer."""
-        self._provenance.aside[storage_key(tensor)] = self._layer
+        self._provenance.aside[storage_key(tensor)] = (self._layer, self._provenance.num_calls)
         self._provenance.keep_alive(tensor)
 
     def _is_value(self, tensor: Tensor) -> bool:
         key = storage_key(tensor)
-        maker = self._provenance.aside.get(key)
-        if maker is not None and maker != self._layer:
+        maker, call = self._provenance.aside.get(key, (self._layer, None))
+        if call is not None and key not in self._buffer_keys:
+            self.resumes.add(call)
+        if maker != self._layer:
             raise TraceError(
                 f"Layer {self._layer!r} uses a tensor that layer {maker!r} has put aside (in an attribute, a list or"
                 " another object) instead of returning it. It would be missing, or stale, where the two run on"

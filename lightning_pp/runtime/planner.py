@@ -133,7 +133,7 @@ class Planner:
                 " name smaller layers with layers=."
             )
         bounds = self._bounds(trace, options)
-        trace.refuse_cut_regions(bounds)
+        trace.refuse_divided(bounds)
         ownership = planning.owners(trace, bounds, self._held)
         cut = Cut(bounds, ownership, trace.touched, tuple(call.layer for call in trace.calls), name, trace.updated)
         self.cut = agree(cut)
@@ -182,6 +182,7 @@ class Planner:
                 for key in names | set(self.cut.ownership)
             }
             bounds = planning.follow(trace, ownership, self._held, self._num_stages)
+        trace.refuse_divided(bounds)
         parts = planning.segments(trace, bounds)
         absent = absent_tensors(self._model, trace.touched)
         layouts = {
