@@ -7,6 +7,7 @@ them.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn
@@ -45,6 +46,9 @@ def _add_schedule(subparsers: _Subparsers[_Parser]) -> None:
     parser.add_argument("--weight", type=float, help="time of a weight gradient (W); default that of a forward")
     parser.add_argument("--transfer", type=float, help="time of a message; default 0")
     parser.add_argument("--costs", metavar="FILE", help="times per stage from a JSON or CSV file, instead of those")
+    parser.add_argument(
+        "--columns", type=int, help="most columns of a line; default: as the terminal has, if it is one"
+    )
     parser.add_argument("--svg", metavar="FILE", help="write a picture")
     parser.add_argument("--png", metavar="FILE", help="write a picture; needs matplotlib")
     parser.add_argument("--trace", type=int, metavar="RANK", help="list what this rank holds, tick by tick")
@@ -63,12 +67,24 @@ def _schedule(args: argparse.Namespace) -> str:
     timelines = {name: simulate(schedule, costs) for name, schedule in schedules.items()}
     parts = [_comparison(timelines)] if args.compare else []
     for name, schedule in {} if args.compare else schedules.items():
-        parts += [grid(schedule, costs), _counts(schedule, timelines[name])]
+        parts += [grid(schedule, costs, _columns(args)), _counts(schedule, timelines[name])]
         parts.append(_totals(args, timelines[name]))
         if args.trace is not None:
             parts.append(_trace(schedule, args.trace, costs))
     _draw(args, timelines)
     return "\n\n".join(parts)
+
+
+def _columns(args: argparse.Namespace) -> int | None:
+    """How wide a line may be; a file or a program gets each rank in one."""
+    if args.columns is not None:
+        if args.columns < 1:
+            raise ValueError(f"--columns {args.columns}: a whole number of at least 1 is wanted")
+        return int(args.columns)
+    try:
+        return os.get_terminal_size(sys.stdout.fileno()).columns
+    except (OSError, ValueError):
+        return None
 
 
 def _costs(args: argparse.Namespace, num_stages: int) -> Costs:

@@ -5,7 +5,8 @@ A simulated step and a measured one become the same kind of panel, so that they 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
@@ -88,6 +89,50 @@ class Picture:
     def span(self) -> tuple[float, float]:
         """The earliest start and the latest end."""
         return min(bar.start for bar in self.bars()), max(bar.end for bar in self.bars())
+
+
+@dataclass(frozen=True, slots=True)
+class Band:
+    """A part of the time axis: a long step goes on below, as text does, rather than become too wide to be read."""
+
+    begin: float
+    """Where it begins."""
+    end: float
+    """Where it ends."""
+    panels: Sequence[Panel]
+    """The picture's, with those bars that reach into the band, whole; the first band has all titles."""
+
+
+_MOST_BANDS = 12
+
+
+def bands(picture: Picture, width: float, room: Callable[[str], float]) -> list[Band]:
+    """Cuts a picture into as many bands as its labels need to fit into nearly all bars.
+
+    Labels for which even the largest number of bands would be too few do not count, and neither does a tenth of the
+    others: the shortest bars may be shorter than they should be.
+
+    Args:
+        picture: The picture.
+        width: Of a band.
+        room: What a label takes, in the unit of the width.
+    """
+    begin, end = picture.span
+    needed = [room(bar.label) * (end - begin) / max(bar.end - bar.start, 1e-12) for bar in picture.bars() if bar.label]
+    needed = sorted(size for size in needed if size <= _MOST_BANDS * width)
+    wanted = needed[(len(needed) - 1) * 9 // 10] if needed else 0.0
+    number = max(1, math.ceil(wanted / width - 1e-9))
+    edges = [begin + (end - begin) * at / number for at in range(number + 1)]
+    return [_band(picture, edges[at], edges[at + 1], at == 0) for at in range(number)]
+
+
+def _band(picture: Picture, begin: float, end: float, is_first: bool) -> Band:
+    has_titles = is_first or len(picture.panels) > 1
+    panels = []
+    for panel in picture.panels:
+        rows = {name: [b for b in bars if b.start < end and b.end > begin] for name, bars in panel.rows.items()}
+        panels.append(Panel(panel.title if has_titles else "", rows))
+    return Band(begin, end, panels)
 
 
 def panel_of(timeline: Timeline, title: str, scale: float = 1.0) -> Panel:

@@ -58,7 +58,7 @@ def _tick(costs: Sequence[float]) -> float:
     return cheapest / parts if parts <= _FINEST else cheapest
 
 
-def grid(schedule: Mapping[int, Sequence[Op]], costs: Costs | None = None) -> str:
+def grid(schedule: Mapping[int, Sequence[Op]], costs: Costs | None = None, columns: int | None = None) -> str:
     """Draws a schedule, a row per rank and a column per tick (see ``ticks``).
 
     A cell is the kind and the micro-batch, ``F3``, or the whole op, ``2F3``, where a rank has several stages.
@@ -67,6 +67,7 @@ def grid(schedule: Mapping[int, Sequence[Op]], costs: Costs | None = None) -> st
     Args:
         schedule: Rank -> computations.
         costs: What ops and messages take. Default: each op one tick, messages nothing.
+        columns: Most columns of a line; a longer grid goes on below, after an empty line. Default: as long as it is.
 
     >>> from lightning_pp.schedule import one_f_one_b
     >>> print(grid(one_f_one_b(2, 2)))
@@ -83,11 +84,15 @@ def grid(schedule: Mapping[int, Sequence[Op]], costs: Costs | None = None) -> st
     names = {op: str(op) if full_names else f"{op.kind.value}{op.mb}" for ops in schedule.values() for op in ops}
     width = 1 + max(len(str(num_ticks - 1)), *map(len, names.values()))
     label = len(f"rank {len(rows) - 1} |")
-    lines = ["tick".ljust(label) + "".join(f" {tick}".ljust(width) for tick in range(num_ticks))]
+    table = [("tick".ljust(label), [f" {tick}".ljust(width) for tick in range(num_ticks)])]
     for rank, row in rows.items():
         cells = [_cell(op, row[tick - 1] if tick else None, names, width) for tick, op in enumerate(row)]
-        lines.append(f"rank {rank}".ljust(label - 1) + "|" + "".join(cells))
-    return "\n".join(line.rstrip() for line in lines)
+        table.append((f"rank {rank}".ljust(label - 1) + "|", cells))
+    per_band = num_ticks if columns is None else max(1, (columns - label) // width)
+    return "\n\n".join(
+        "\n".join((head + "".join(cells[at : at + per_band])).rstrip() for head, cells in table)
+        for at in range(0, num_ticks, per_band)
+    )
 
 
 def _cell(op: Op | None, before: Op | None, names: Mapping[Op, str], width: int) -> str:

@@ -6,13 +6,14 @@ import math
 from collections.abc import Iterator
 from xml.sax.saxutils import escape
 
-from .picture import COLOURS, Bar, Panel, Picture
+from .picture import COLOURS, Band, Bar, Panel, Picture, bands
 
 __all__: list[str] = []
 
 _MARGIN, _TITLE, _ROW, _GAP, _AXIS = 12, 22, 22, 3, 34
 _FONT, _SMALL = 11, 8
-_NARROWEST, _WIDEST = 860, 2600
+_WIDTH = 860
+"""Of the time axis: on a page of text it stays nearly as large as it is."""
 _LETTER = 0.62
 """The width of a letter, and more than that of a digit, in font sizes."""
 _INVISIBLE = 0.25
@@ -30,22 +31,26 @@ _STYLE = (
 def to_svg(picture: Picture) -> str:
     """Draws a picture.
 
-    It is as wide as the micro-batch numbers need to be readable, within bounds; a number for which its bar is too
-    narrow all the same is left out, and every bar says its name and times where the pointer rests on it.
+    It is as wide as a page. A step that is longer than the micro-batch numbers bear goes on below, in bands; a number
+    for which its bar is too narrow all the same is left out, and every bar says its name and times where the pointer
+    rests on it.
 
     >>> from lightning_pp.schedule import one_f_one_b, simulate
     >>> from lightning_pp.schedule.picture import panel_of
     >>> to_svg(Picture([panel_of(simulate(one_f_one_b(2, 3)), "1f1b")])).splitlines()[0][:40]
     '<svg xmlns="http://www.w3.org/2000/svg" '
     """
-    frame = _Frame(picture)
-    lines = [*_legend(picture, frame)]
     top = _MARGIN + _TITLE
-    for panel in picture.panels:
-        lines += _panel(panel, frame, top)
-        top += _height(panel)
-    lines += _axis(picture, frame, _MARGIN + _TITLE, top)
-    width, height = math.ceil(frame.right + _MARGIN * 2), top + _AXIS
+    lines: list[str] = []
+    for band in bands(picture, _WIDTH, _room):
+        frame = _Frame(band)
+        lines += [] if lines else _legend(picture, frame)
+        for panel in band.panels:
+            lines += _panel(panel, frame, top)
+            top += _height(panel)
+        lines += _axis(picture, frame, top)
+        top += _AXIS
+    width, height = math.ceil(frame.right + _MARGIN * 2), top
     colours = "".join(f".{name}{{fill:{COLOURS[name]}}}" for name in picture.categories)
     return "\n".join(
         [
@@ -62,27 +67,15 @@ def to_svg(picture: Picture) -> str:
 class _Frame:
     """Where a time is, in pixels."""
 
-    def __init__(self, picture: Picture) -> None:
-        names = [name for panel in picture.panels for name in panel.rows]
+    def __init__(self, band: Band) -> None:
+        names = [name for panel in band.panels for name in panel.rows]
         self.left = _MARGIN + math.ceil(max(map(len, names)) * _FONT * _LETTER) + 6
-        self.begin, self.end = picture.span
-        self.per_unit = _width(picture) / (self.end - self.begin)
+        self.begin, self.end = band.begin, band.end
+        self.per_unit = _WIDTH / (self.end - self.begin)
         self.right = self.at(self.end)
 
     def at(self, time: float) -> float:
         return self.left + (time - self.begin) * self.per_unit
-
-
-def _width(picture: Picture) -> float:
-    """So wide that the numbers fit into nearly all bars; the shortest may be shorter than they should be."""
-    begin, end = picture.span
-    needed = sorted(_room(bar.label) * (end - begin) / max(bar.end - bar.start, 1e-12) for bar in _labelled(picture))
-    wanted = needed[(len(needed) - 1) * 9 // 10] if needed else 0
-    return min(max(wanted, _NARROWEST), _WIDEST)
-
-
-def _labelled(picture: Picture) -> list[Bar]:
-    return [bar for bar in picture.bars() if bar.label]
 
 
 def _room(label: str, font: int = _FONT) -> float:
@@ -90,7 +83,7 @@ def _room(label: str, font: int = _FONT) -> float:
 
 
 def _height(panel: Panel) -> int:
-    return _TITLE + len(panel.rows) * (_ROW + _GAP) + _GAP
+    return (_TITLE if panel.title else 0) + len(panel.rows) * (_ROW + _GAP) + _GAP
 
 
 def _legend(picture: Picture, frame: _Frame) -> Iterator[str]:
@@ -102,8 +95,10 @@ def _legend(picture: Picture, frame: _Frame) -> Iterator[str]:
 
 
 def _panel(panel: Panel, frame: _Frame, top: int) -> Iterator[str]:
-    yield f'<text class="title" x="{frame.left}" y="{top + 15}">{escape(panel.title)}</text>'
-    y = top + _TITLE
+    y = top
+    if panel.title:
+        yield f'<text class="title" x="{frame.left}" y="{top + 15}">{escape(panel.title)}</text>'
+        y += _TITLE
     for name, bars in panel.rows.items():
         yield f'<text class="row" x="{frame.left - 5}" y="{y + 15}">{escape(name)}</text>'
         for bar in bars:
@@ -112,7 +107,8 @@ def _panel(panel: Panel, frame: _Frame, top: int) -> Iterator[str]:
 
 
 def _bar(bar: Bar, frame: _Frame, y: int) -> Iterator[str]:
-    x, width = frame.at(bar.start), (bar.end - bar.start) * frame.per_unit
+    start, end = max(bar.start, frame.begin), min(bar.end, frame.end)
+    x, width = frame.at(start), (end - start) * frame.per_unit
     if bar.category == "wait" and width < _INVISIBLE:
         return
     shade = f' fill-opacity="{0.6**bar.chunk:.2f}"' if bar.chunk else ""
@@ -121,16 +117,17 @@ def _bar(bar: Bar, frame: _Frame, y: int) -> Iterator[str]:
         f'<rect class="{bar.category}" x="{x:.2f}" y="{y}" width="{width:.2f}" height="{_ROW}"{shade}>'
         f"<title>{escape(bar.name)}: {times}</title></rect>"
     )
+    has_label = bar.label and 2 * (end - start) > (bar.end - bar.start) * (1 - 1e-9)  # the larger part of a divided bar
     for style, font in (("mb", _FONT), ("small", _SMALL)):
-        if bar.label and width >= _room(bar.label, font) - 3:
+        if has_label and width >= _room(bar.label, font) - 3:
             yield f'<text class="{style}" x="{x + width / 2:.2f}" y="{y + 15}">{escape(bar.label)}</text>'
             return
 
 
-def _axis(picture: Picture, frame: _Frame, top: int, bottom: int) -> Iterator[str]:
+def _axis(picture: Picture, frame: _Frame, bottom: int) -> Iterator[str]:
     step = _step((frame.end - frame.begin) / (frame.right - frame.left) * 70)
     yield f'<line x1="{frame.left}" y1="{bottom}" x2="{frame.right:.2f}" y2="{bottom}"/>'
-    for number in range(math.ceil(frame.begin / step), math.floor(frame.end / step + 1e-9) + 1):
+    for number in range(math.ceil(frame.begin / step - 1e-9), math.floor(frame.end / step + 1e-9) + 1):
         x = frame.at(number * step)
         unit = f" {picture.unit}" if picture.unit else ""
         yield f'<line x1="{x:.2f}" y1="{bottom}" x2="{x:.2f}" y2="{bottom + 4}"/>'

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 import pytest
@@ -40,6 +41,27 @@ tick   7  .        0
 def test_prints_grid_counts_and_bubble(capsys):
     assert main(["schedule", "--schedule", "1f1b", *SIZES]) == 0
     assert capsys.readouterr().out == EXPECTED
+
+
+def test_a_long_grid_goes_on_below(capsys):
+    main(["schedule", *SIZES])
+    whole = capsys.readouterr().out.split("\n\n")
+    main(["schedule", *SIZES, "--columns", "20"])
+    first, second, *rest = capsys.readouterr().out.split("\n\n")
+    assert rest == whole[1:]
+    assert max(map(len, first.splitlines())) <= 20
+    assert second.splitlines()[0] == "tick     4  5  6  7"
+    for line, begin, end in zip(whole[0].splitlines(), first.splitlines(), second.splitlines(), strict=True):
+        assert line[8:].split() == begin[8:].split() + end[8:].split()
+    main(["schedule", *SIZES, "--columns", "1"])
+    assert len(capsys.readouterr().out.split("\n\n")) == 8 + len(rest)
+
+
+def test_a_grid_is_as_wide_as_the_terminal(capsys, monkeypatch):
+    monkeypatch.setattr("os.get_terminal_size", lambda fd: os.terminal_size((20, 24)))
+    monkeypatch.setattr("sys.stdout.fileno", lambda: 1, raising=False)
+    main(["schedule", *SIZES])
+    assert max(map(len, capsys.readouterr().out.split("\n\n")[0].splitlines())) <= 20
 
 
 def test_traces_a_rank(capsys):
@@ -141,6 +163,7 @@ def test_splits_the_backward(capsys, tmp_path):
         (["schedule", *SIZES, "--costs", "a.json", "--transfer", "1"], "give costs by --costs or by --transfer"),
         (["schedule", *SIZES, "--costs", "none.json"], "cannot read costs from 'none.json'"),
         (["schedule", *SIZES, "--svg", "/nowhere/a.svg"], "cannot write a picture"),
+        (["schedule", *SIZES, "--columns", "0"], "--columns 0: a whole number of at least 1"),
         (["schedule", *SIZES, "--transfer", "-1"], "must be a finite number of at least 0, got -1.0"),
     ],
 )

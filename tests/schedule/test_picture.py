@@ -11,7 +11,7 @@ import pytest
 
 from lightning_pp.callbacks.png import write_png
 from lightning_pp.schedule import Costs, gpipe, one_f_one_b, simulate
-from lightning_pp.schedule.picture import Picture, panel_of
+from lightning_pp.schedule.picture import Panel, Picture, bands, panel_of
 from lightning_pp.schedule.svg import to_svg
 
 GOLDEN = Path(__file__).with_name("1f1b.svg")
@@ -55,10 +55,44 @@ def test_all_numbers_fit_for_8_ranks_and_32_micro_batches():
     panels = [panel_of(simulate(make(8, 32), Costs(1, 2)), make.__name__) for make in (one_f_one_b, gpipe)]
     text = to_svg(Picture(panels))
     numbers = re.findall(r'<text class="mb"[^>]*>(\d+)</text>', text)
-    assert len(numbers) == 2 * 8 * 32 * 2
+    assert len(numbers) == 2 * 8 * 32 * 2 + _halved(panels, 3)
     assert 'class="small"' not in text.partition("</style>")[2]
-    width = float(ElementTree.fromstring(text).get("width", ""))
-    assert 1500 < width < 2600
+    assert float(ElementTree.fromstring(text).get("width", "")) <= 950  # nearly as wide as a page shows it
+
+
+def _halved(panels: list[Panel], number: int) -> int:
+    """Bars that the edges of so many bands divide in the middle: both halves say their number."""
+    end = Picture(panels).span[1]
+    edges = [end * at / number for at in range(1, number)]
+    bars = [bar for panel in panels for row in panel.rows.values() for bar in row if bar.label]
+    return sum(bar.start + bar.end == pytest.approx(2 * edge) for bar in bars for edge in edges)
+
+
+def test_a_long_step_goes_on_below_and_loses_nothing():
+    timeline = simulate(one_f_one_b(3, 60), Costs([1, 2, 1], [2, 3, 2]))
+    picture = Picture([panel_of(timeline, "long")])
+    found = bands(picture, 860, lambda label: 20.0)
+    assert len(found) > 2
+    assert (found[0].begin, found[-1].end) == picture.span
+    assert [band.end for band in found[:-1]] == [band.begin for band in found[1:]]
+    assert [band.panels[0].title for band in found] == ["long"] + [""] * (len(found) - 1)
+    text = to_svg(picture)
+    per_unit = 0.0
+    for kind, category in (("F", "forward"), ("B", "backward")):
+        expected = {str(span.op): span.end - span.start for span in timeline.spans if span.op.kind.value == kind}
+        drawn = dict.fromkeys(expected, 0.0)
+        for name, bar in zip(names(text, category), bars(text, category), strict=True):
+            drawn[name] += float(bar.get("width", ""))
+        per_unit = per_unit or drawn["0F0"]
+        assert drawn == pytest.approx({name: per_unit * time for name, time in expected.items()}, abs=0.05)
+    one, other = panel_of(timeline, "one"), panel_of(timeline, "other")
+    titles = [[panel.title for panel in band.panels] for band in bands(Picture([one, other]), 860, lambda label: 20.0)]
+    assert titles == [["one", "other"]] * len(found)
+
+
+def test_more_bands_than_there_may_be_are_not_tried():
+    picture = Picture([panel_of(simulate(one_f_one_b(2, 2000)), "very long")])
+    assert len(bands(picture, 860, lambda label: 20.0)) == 1
 
 
 def test_a_number_without_room_is_left_out():
