@@ -20,8 +20,12 @@ from tests.training import Outcome, Table, fit, plain, whole
 FLOAT64 = 8
 
 
+class Block(nn.Sequential):
+    """One layer, where it is named as such."""
+
+
 def block(before: int, after: int) -> nn.Module:
-    return nn.Sequential(nn.Linear(before, 16), nn.Tanh(), nn.Linear(16, after), nn.Tanh())
+    return Block(nn.Linear(before, 16), nn.Tanh(), nn.Linear(16, after), nn.Tanh())
 
 
 class Blocks(MLP):
@@ -91,6 +95,7 @@ def table(stages: int) -> Table:
     rows: dict[Any, dict[str, Any]] = {key: row(stages, *key) for key in HELD[stages]}
     rows["off"] = row(stages, 3, "1f1b", watched=False)
     rows["checkpointed"] = row(stages, 3, "1f1b", activation_checkpointing=True)
+    rows["blocks checkpointed"] = row(stages, 3, "gpipe", activation_checkpointing=[Block])
     return Table(rows)
 
 
@@ -143,11 +148,17 @@ def _check_forecasts(runs: Table, stages: int) -> None:
 
 
 def _check_checkpointed(runs: Table, stages: int) -> None:
-    outcomes = runs.piped("checkpointed", stages)
-    samples, in_flight = HELD[stages][3, "1f1b"]
-    first = outcomes[0].extra["memory"][0]
-    assert peaks(first, stages) == bytes_of(samples, CHECKPOINTED[stages])
-    assert peaks(first, stages, "in_flight_peak") == in_flight
+    """A layer that is not a block saves what goes into it anyway."""
+    for key, schedule in (("checkpointed", "1f1b"), ("blocks checkpointed", "gpipe")):
+        outcomes = runs.piped(key, stages)
+        samples, in_flight = HELD[stages][3, schedule]
+        first = outcomes[0].extra["memory"][0]
+        assert peaks(first, stages) == bytes_of(samples, CHECKPOINTED[stages]), key
+        assert peaks(first, stages, "in_flight_peak") == in_flight
+        for asked, forecast in outcomes[-1].extra["forecasts"].items():
+            if asked[:2] in HELD[stages] and asked[2] is None:
+                held, _ = HELD[stages][asked[:2]]
+                assert forecast == bytes_of(held, CHECKPOINTED[stages]), (key, asked)
 
 
 class Double(nn.Module):
