@@ -1,5 +1,7 @@
 """``torch.nn.utils.clip_grad_norm_`` in the user's hooks: it takes the norm of all stages' gradients.
 
+(``clip_grad_value_`` looks at each gradient alone; what it does not bear is a stage that has none at all.)
+
 A hook that clips by hand would scale each stage by the norm of its own gradients, and nobody would be told. So while a
 pipeline trains, the two functions that ``clip_grad_norm_`` is made of stand aside: first comes the norm of what is
 here, then, where the parameters turn out to be those of the cut model, the norm over all stages takes its place.
@@ -25,7 +27,7 @@ from lightning_pp.optimization.norms import StageNorms
 __all__: list[str] = []
 
 _NORM, _SCALE = "_get_total_norm", "_clip_grads_with_norm_"
-_PUBLIC_NORM = "get_total_norm"
+_PUBLIC_NORM, _VALUE = "get_total_norm", "clip_grad_value_"
 
 #: what a rank can tell the others: it has made no further call; it was given some parameters; or all that have a
 #: gradient here, and nothing of other stages
@@ -66,12 +68,17 @@ class StageClipping:
         setattr(clip_grad, _NORM, self._norm_here)
         setattr(clip_grad, _SCALE, self._scale)
         setattr(torch.nn.utils, _PUBLIC_NORM, self._norm_of_tensors)
+        self._plain_value = getattr(torch.nn.utils, _VALUE)
+        for module in (clip_grad, torch.nn.utils):
+            setattr(module, _VALUE, self._clip_values)
 
     def remove(self) -> None:
         """Give torch its functions back."""
         setattr(clip_grad, _NORM, self._plain_norm)
         setattr(clip_grad, _SCALE, self._plain_scale)
         setattr(torch.nn.utils, _PUBLIC_NORM, self._plain_public_norm)
+        for module in (clip_grad, torch.nn.utils):
+            setattr(module, _VALUE, self._plain_value)
 
     def check(self) -> None:
         """Find out whether another rank waits for this one in a call that this one has not made.
@@ -108,6 +115,13 @@ class StageClipping:
             if pending.error_if_nonfinite:
                 self._plain_norm([total_norm], pending.norm_type, True, foreach)
         self._plain_scale(parameters, max_norm, total_norm, foreach)
+
+    def _clip_values(
+        self, parameters: Tensor | Iterable[Tensor], clip_value: float, foreach: bool | None = None
+    ) -> None:
+        parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        if any(parameter.grad is not None for parameter in parameters):
+            self._plain_value(parameters, clip_value, foreach)
 
     def _norm_of_tensors(
         self,

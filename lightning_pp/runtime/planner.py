@@ -132,6 +132,8 @@ class Planner:
                 f" {', '.join(call.layer for call in trace.calls) or 'none'}. Use at most {max(number, 1)} stage(s), or"
                 " name smaller layers with layers=."
             )
+        if name == "training_step":
+            self._refuse_recomputed_writes(trace)
         bounds = self._bounds(trace, options)
         trace.refuse_divided(bounds)
         ownership = planning.owners(trace, bounds, self._held)
@@ -199,6 +201,17 @@ class Planner:
         costs, saved = call_costs(trace, self._board, options.balance)
         memory = (saved, options.num_microbatches) if options.balance == "memory" else None
         return planning.cut_by_balance(trace, options.num_stages, costs, memory)
+
+    def _refuse_recomputed_writes(self, trace: Trace) -> None:
+        """A layer that is run a second time would find its arguments as it has left them."""
+        for call in trace.calls:
+            if call.writes and call.layer in self._checkpointed:
+                kept = ", ".join(sorted(self._checkpointed - {c.layer for c in trace.calls if c.writes})) or "none"
+                raise ValueError(
+                    f"activation_checkpointing: layer {call.layer!r} writes into its arguments in place, so that it"
+                    " cannot be run again in the backward pass. Let it write into a copy (`x = x.clone()`), or name the"
+                    f" layers that are recomputed without it: {kept}."
+                )
 
     def _warn_if_tied(self, cut: Cut) -> None:
         sizes = {name: p.numel() for name, p in self._model.named_parameters()}
