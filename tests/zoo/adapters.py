@@ -24,7 +24,7 @@ def lora_and_head() -> Trained:
 
 
 def lora_last_layer() -> Trained:
-    return adapted(layers_to_transform=[3])
+    return adapted(layers_to_transform=[2])
 
 
 def lora_checkpointed() -> Trained:

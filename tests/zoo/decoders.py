@@ -11,7 +11,7 @@ SIZES = {
     "vocab_size": WORDS,
     "hidden_size": 16,
     "intermediate_size": 20,
-    "num_hidden_layers": 4,
+    "num_hidden_layers": 3,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 16,
@@ -34,7 +34,7 @@ def checkpointed(model: nn.Module, reentrant: bool) -> nn.Module:
 
 
 def gpt2(data: Batch, **config: Any) -> Trained:
-    sizes = {"n_embd": 12, "n_layer": 5, "n_head": 3, "n_positions": 16, "vocab_size": WORDS}
+    sizes = {"n_embd": 12, "n_layer": 3, "n_head": 3, "n_positions": 16, "vocab_size": WORDS}
     dropouts = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     import transformers
 
@@ -148,7 +148,7 @@ def mixtral_balanced() -> Trained:
 
 
 def mamba() -> Trained:
-    return Trained(build("Mamba", state_size=4, num_hidden_layers=4), text(), shifted=True)
+    return Trained(build("Mamba", state_size=4), text(), shifted=True)
 
 
 def mamba_checkpointed() -> Trained:
@@ -178,7 +178,7 @@ ENTRIES = {
     "llama reentrant": Entry(llama_reentrant, NAME, "Llama", "gradient checkpointing, `use_reentrant=True`"),
     "llama checkpointed": Entry(llama_checkpointed, NAME, "Llama", "gradient checkpointing, `use_reentrant=False`"),
     "mistral": Entry(mistral, NAME, "Mistral", "sliding window, right padding"),
-    "qwen2": Entry(qwen2, NAME, "Qwen2", "sliding window in two layers of four, left padding, tied"),
+    "qwen2": Entry(qwen2, NAME, "Qwen2", "sliding window in one layer of three, left padding, tied"),
     "mixtral": Entry(mixtral, NAME, "Mixtral", "eager experts"),
     "mixtral grouped": Entry(mixtral_grouped, NAME, "Mixtral", "grouped experts", precision="32-true", tolerance=1e-5),
     "mixtral balanced": Entry(

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from tests.zoo.entries import WORDS, Batch, Entry, Trained, classes, images, text, tokens
 
-SIZES = {"hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 4, "num_attention_heads": 4}
+SIZES = {"hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 3, "num_attention_heads": 4}
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 
@@ -118,7 +118,7 @@ def timm_model(name: str, **config: Any) -> nn.Module:
 
 
 def timm_vit() -> Trained:
-    model = timm_model("vit_tiny_patch16_224", img_size=16, patch_size=4, embed_dim=12, depth=5, num_heads=3)
+    model = timm_model("vit_tiny_patch16_224", img_size=16, patch_size=4, embed_dim=12, depth=4, num_heads=3)
     return Classifying(model, {"images": images(), "labels": classes()})
 
 

@@ -48,8 +48,8 @@ def main() -> None:
     """Run the zoo and write the page."""
     with tempfile.TemporaryDirectory() as folder:
         new = render(Zoo(Path(folder)))
-    page = PAGE.read_text(encoding="utf-8")
-    PAGE.write_text(page.replace(table(page), new), encoding="utf-8")
+    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
+    PAGE.write_text(before + BEGIN + new + END + rest.partition(END)[2], encoding="utf-8")
 
 
 if __name__ == "__main__":
