@@ -81,7 +81,7 @@ def time_call(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], d
 
 
 def time_passes(
-    layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device
+    layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device, at_least: float = 0.0
 ) -> list[tuple[float, float]]:
     """Seconds of the forward and of the backward of an empty copy of ``layer``, timed a few times.
 
@@ -90,6 +90,7 @@ def time_passes(
         args: Real tensors of the right shapes; those that require a gradient get one.
         kwargs: The same.
         device: Where to run.
+        at_least: Seconds to spend on it: short layers are timed more often.
     """
     layer = copy.deepcopy(layer).to_empty(device=device)
     for tensor in (*layer.parameters(), *layer.buffers()):
@@ -97,8 +98,8 @@ def time_passes(
             nn.init.uniform_(tensor, -0.02, 0.02)
         else:
             nn.init.zeros_(tensor)
-    times = []
-    for _ in range(_REPEATS + 1):
+    times: list[tuple[float, float]] = []
+    while len(times) <= _REPEATS or sum(map(sum, times)) < at_least:
         own_args, own_kwargs = tree.map_leaves(_copied, (args, kwargs))
         _wait(device)
         start = time.perf_counter()

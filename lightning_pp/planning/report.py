@@ -109,8 +109,10 @@ def _work(stage: StageForecast) -> str:
 
 def _notes(stages: Sequence[StageForecast], is_timed: bool) -> list[str]:
     """What the columns mean."""
-    work = "F+B (ms of forward and backward)" if is_timed else "FLOPs"
+    work = "F+B" if is_timed else "FLOPs"
     notes = [f"{work} and receives are of one micro-batch; activations: micro-batches in flight x bytes of one."]
+    if is_timed:
+        notes.append("F+B: milliseconds of its forward and of its backward.")
     most = max(stage.recomputed for stage in stages)
     if most:
         notes.append(f"The total has up to {size(most)} for the layer that is recomputed at the time.")

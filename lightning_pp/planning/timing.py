@@ -17,6 +17,9 @@ from lightning_pp.partition.cost import time_passes
 
 __all__: list[str] = []
 
+#: seconds for each layer: the quickest of many runs says what it takes on a device that is busy now and then
+_AT_LEAST = 0.1
+
 
 @dataclass(frozen=True, slots=True)
 class _Spec(tree.Marker):
@@ -85,7 +88,7 @@ class Timer:
         try:
             args, kwargs = tree.map_leaves(self._real, (asked.args, asked.kwargs))
             with self.context():
-                times = time_passes(_apart(layer, self.device), args, kwargs, self.device)
+                times = time_passes(_apart(layer, self.device), args, kwargs, self.device, _AT_LEAST)
         except Exception as error:
             raise ValueError(
                 f"layer {asked.name!r} cannot be timed by itself on {self.device.type}"
