@@ -65,7 +65,7 @@ REFUSED: Mapping[str, tuple[type[LightningModule], str]] = {
     "two optimizers": (vision.GAN, r"GAN sets `automatic_optimization = False`.*one optimizer, the loss returned"),
     "a momentum encoder that the step updates": (
         towers.MoCo,
-        r"writes into parameter 'key\.0\.weight': .*towers.py:\d+: key\.mul_\(0\.9\).*Do it in a hook.*both must lie on",
+        r"writes into parameter 'key\.0\.weight': .*towers.py:\d+: key\.mul_\(0\.9\).*Do it in a hook.*must lie on",
     ),
     "drawing which layers run": (
         vision.LayerDrop,
