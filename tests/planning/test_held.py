@@ -157,7 +157,9 @@ def test_held_and_sent(key: str) -> None:
     for position, stage in enumerate(found):
         name = f"pipeline/stage{position}"
         assert stage.in_flight == measured[f"{name}/in_flight_peak"]
-        assert stage.activations == measured[f"{name}/activation_peak_bytes"], f"stage {position}"
+        # attention without memory has float32 statistics on old versions of torch, whatever its inputs are
+        slack = 0.02 if key == "GPT" and tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13) else 0.0
+        assert stage.activations == pytest.approx(measured[f"{name}/activation_peak_bytes"], rel=slack, abs=0), position
     for position, outcome in enumerate(outcomes):
         following = found[position + 1].receives if position + 1 < STAGES else 0
         assert outcome.extra["sent"] == MICROBATCHES * (following + found[position].returns), f"rank {position}"
