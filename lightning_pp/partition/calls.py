@@ -124,8 +124,16 @@ class Trace:
         return sum(self.calls[index].leaves[leaf].num_bytes for index, leaf in self.live(call))
 
     def starts(self) -> list[int]:
-        """The calls in front of which the step may be cut, and the number of calls."""
-        divided = {bound for first, last, _ in self._together() for bound in range(first + 1, last + 1)}
+        """The calls in front of which the step may be cut, and the number of calls.
+
+        A cut that would divide a gradient checkpoint is among them: whoever asks for it has a better way.
+        """
+        divided = {
+            bound
+            for index, call in enumerate(self.calls)
+            for other in call.resumes  # a later one too, where a layer keeps its state for the next step
+            for bound in range(min(index, other) + 1, max(index, other) + 1)
+        }
         return [bound for bound in range(len(self.calls) + 1) if bound not in divided]
 
     def refuse_divided(self, bounds: Sequence[int]) -> None:

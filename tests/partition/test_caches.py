@@ -166,3 +166,20 @@ def test_a_state_that_a_layer_keeps_for_the_next_step_is_its_own() -> None:
         return x * 1 if before is None else x + before
 
     assert trace(Model(Own(block), Own(block)), X, twice=True).starts() == list(range(5))
+
+
+def test_a_state_that_goes_round_two_calls_keeps_them_together() -> None:
+    """The first call of a step uses what the second call of the step before has left."""
+
+    def block(own: Any, x: torch.Tensor, cache: Any) -> torch.Tensor:
+        own.calls = getattr(own, "calls", 0) + 1
+        before = getattr(own, "before", None) if own.calls % 2 else None
+        if own.calls % 2 == 0:
+            own.before = (x * own.weight).detach()
+        return x * own.weight if before is None else x * own.weight + before
+
+    found = trace(Model(Own(block), times=2), X, twice=True)
+    assert called(found) == ["first", "blocks.0", "blocks.0", "head"]
+    assert found.starts() == [0, 1, 3, 4]
+    with pytest.raises(TraceError, match=r"calls layer 'blocks\.0' more than once"):
+        found.refuse_divided((0, 2, 4))
