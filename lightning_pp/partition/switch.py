@@ -33,6 +33,21 @@ class Switch:
         self.board = board
 
 
+@contextmanager
+def without_fast_path() -> Iterator[None]:
+    """The block in which steps run in stages.
+
+    ``nn.TransformerEncoder`` packs padded batches into nested tensors where no gradient is wanted. Those have no sizes
+    to plan with and cannot be sent, so its fast path is off meanwhile.
+    """
+    is_fast = mha.get_fastpath_enabled()
+    mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        mha.set_fastpath_enabled(is_fast)
+
+
 class Switchboard:
     """The switched layers of one model.
 
@@ -62,19 +77,13 @@ class Switchboard:
 
     @contextmanager
     def answered_by(self, handler: Handler | None) -> Iterator[None]:
-        """Let ``handler`` answer all layer calls inside the block.
-
-        ``nn.TransformerEncoder`` packs padded batches into nested tensors where no gradient is wanted. Those have no
-        sizes to plan with and cannot be sent, so its fast path is off while a handler is set.
-        """
+        """Let ``handler`` answer all layer calls inside the block."""
         before, self.handler = self.handler, handler
-        is_fast = mha.get_fastpath_enabled()
-        mha.set_fastpath_enabled(is_fast and handler is None)
         try:
-            yield
+            with without_fast_path():
+                yield
         finally:
             self.handler = before
-            mha.set_fastpath_enabled(is_fast)
 
 
 class _Switched:

@@ -18,6 +18,9 @@ from torch.nn.utils.rnn import PackedSequence
 
 __all__: list[str] = []
 
+#: what has nothing inside, and needs no look into a registry
+_ATOMS = frozenset({type(None), bool, int, float, str})
+
 
 class Marker:
     """Stands for something inside a structure: a leaf, though it may be a dataclass."""
@@ -69,6 +72,13 @@ def leaves(value: object) -> list[Any]:
     """All leaves of ``value``, tensors and others, in the order of :func:`flatten`."""
     if isinstance(value, Tensor):
         return [value]
+    kind = type(value)
+    if kind is tuple or kind is list:
+        return [leaf for item in value for leaf in leaves(item)]
+    if kind is dict:
+        return [leaf for item in value.values() for leaf in leaves(item)]
+    if kind in _ATOMS:
+        return [value]
     found: list[Any] = []
     for leaf in pytree.tree_leaves(value, is_leaf=_is_packed):
         if isinstance(leaf, Tensor):
@@ -100,6 +110,15 @@ def is_leaf(value: object) -> bool:
 
 def map_leaves(function: Callable[[Any], Any], value: object) -> Any:
     """Apply ``function`` to every leaf and rebuild the containers with their own types."""
+    kind = type(value)
+    if kind is tuple:  # most containers are plain ones, and this runs for every micro-batch
+        return tuple([map_leaves(function, item) for item in value])
+    if kind is list:
+        return [map_leaves(function, item) for item in value]
+    if kind is dict:
+        return {key: map_leaves(function, item) for key, item in value.items()}
+    if kind in _ATOMS or isinstance(value, (Tensor, Marker)):
+        return function(value)
 
     def visit(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):

@@ -48,6 +48,12 @@ class Spec:
         """The spec of ``tensor``."""
         return Spec(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
 
+    def fits(self, tensor: Tensor) -> bool:
+        """Whether this is what ``tensor`` is."""
+        return (
+            tensor.shape == self.shape and tensor.dtype is self.dtype and tensor.requires_grad is self.requires_grad
+        )
+
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing to transfer."""
@@ -169,8 +175,8 @@ class Receiver:
                 first, parts = self._posted.popleft()
                 self._early[first] = parts
             parts = self._early.pop(message)
+            self._post(DEPTH - 1, may_wait=False)  # now rather than on the way from the message to its use
             tensors = [part if isinstance(part, Tensor) else part.wait() for part in parts]
-            self._post(DEPTH, may_wait=False)
         except PeerLost as error:
             label, waited = self._label, time.monotonic() - start
             raise PeerLost(

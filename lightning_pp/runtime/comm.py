@@ -102,8 +102,10 @@ class Pending:
 
     def wait(self) -> Tensor:
         """Wait for the transfer (a stream waits for NCCL, the host for Gloo); returns what was moved."""
-        with losing_peers():
+        try:
             self._work.wait()
+        except RuntimeError as error:
+            raise PeerLost(str(error)) from error
         if self._held is not None and self._target is not self._held:
             self._target.copy_(self._held, non_blocking=True)
         self._held = None
@@ -200,14 +202,18 @@ class Peer:
         held = tensor.detach().contiguous()
         if self._through_host:
             held = held.cpu()
-        with losing_peers():
+        try:
             work = self._group.send([held], self._other, 0)
+        except RuntimeError as error:
+            raise PeerLost(str(error)) from error
         return Pending(work, held, held, self._on_host)
 
     def receive(self, shape: tuple[int, ...], dtype: torch.dtype) -> Pending:
         """Start to receive a tensor that the other end sends."""
         target = torch.empty(shape, dtype=dtype, device=self.device)
         held = torch.empty(shape, dtype=dtype, pin_memory=True) if self._through_host else target
-        with losing_peers():
+        try:
             work = self._group.recv([held], self._other, 0)
+        except RuntimeError as error:
+            raise PeerLost(str(error)) from error
         return Pending(work, held, target, self._on_host)

@@ -204,11 +204,7 @@ class Engine:
         job.results[key[1]] = _detached(result)
         if job.loss_of is not None:
             loss = job.loss_of(result)
-            if loss.numel() != 1:
-                raise ValueError(f"the loss must be a single number; it has shape {list(loss.shape)}.")
-            scale = torch.full_like(loss, job.scales[key[1]])
-            root = scale if job.loss_scaling is None else job.loss_scaling(scale).to(loss.dtype)
-            self._save(key, _Saved(layout, received, [loss], [root]))
+            self._save(key, _Saved(layout, received, [loss], [job.root_grad(key[1], loss)]))
 
     def _save(self, key: Key, saved: _Saved) -> None:
         if self.held is not None:
@@ -239,17 +235,17 @@ class Engine:
         stage, mb = task.message
         plan = job.plans[mb]
         tensors = self._outbox.pop(task.key)
-        specs = tuple(map(Spec.of, tensors))
         known = plan.specs.get(stage)
         if known is None:
+            specs = tuple(map(Spec.of, tensors))
             plan.learn(stage, specs)
             task.sender.send(task.message, tensors, header=specs)
             return
-        if known != specs:
+        if len(known) != len(tensors) or not all(map(Spec.fits, known, tensors)):
             raise RuntimeError(
                 f"What crosses from stage {stage - 1} to {stage} changed between micro-batches of the same"
-                f" shapes: first {_listed(known)}, now {_listed(specs)}. Shapes and dtypes of layer outputs may depend"
-                " on the shapes of the batch, but not on its values."
+                f" shapes: first {_listed(known)}, now {_listed(tuple(map(Spec.of, tensors)))}. Shapes and dtypes of"
+                " layer outputs may depend on the shapes of the batch, but not on its values."
             )
         task.sender.send(task.message, tensors)
 

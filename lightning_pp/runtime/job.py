@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lightning_pp.runtime.channel import Specs, gradient_specs
@@ -58,3 +59,21 @@ class Job:
     loss_scaling: Callable[[Tensor], Tensor] | None = None
     backward_done: Callable[[], None] | None = None
     results: dict[int, Any] = field(default_factory=dict)
+    _root_grads: dict[Any, Sequence[Tensor]] = field(default_factory=dict)
+
+    def root_grad(self, mb: int, loss: Tensor) -> Tensor:
+        """The gradient that the backward of ``loss``, of micro-batch ``mb``, begins with.
+
+        Raises:
+            ValueError: It is not a single number.
+        """
+        key = (loss.shape, loss.dtype, loss.device)
+        found = self._root_grads.get(key)
+        if found is None:
+            if loss.numel() != 1:
+                raise ValueError(f"the loss must be a single number; it has shape {list(loss.shape)}.")
+            grads = torch.tensor(self.scales, dtype=loss.dtype, device=loss.device)
+            if self.loss_scaling is not None:
+                grads = self.loss_scaling(grads).to(loss.dtype)
+            found = self._root_grads[key] = grads.view(-1, *loss.shape).unbind()
+        return found[mb]

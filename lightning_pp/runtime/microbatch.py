@@ -18,6 +18,8 @@ from lightning_pp.partition import tree
 __all__: list[str] = []
 
 _PLAIN = (type(None), bool, int, float, str)
+#: how many numbers of a tensor a checksum looks at
+_SAMPLED = 2**15
 
 
 def batch_size(batch: object) -> int | None:
@@ -63,6 +65,19 @@ def split(batch: object, num_microbatches: int) -> list[Any]:
     return [tree.unflatten(list(part), structure) for part in zip(*pieces, strict=True)]
 
 
+def sizes(batch: object, num_parts: int) -> list[int | None]:
+    """How many samples each of the parts has that :func:`split` makes of ``batch``.
+
+    Example:
+        >>> sizes({"x": torch.zeros(8, 2), "flag": True}, 3)
+        [3, 3, 2]
+    """
+    size = batch_size(batch)
+    if not size or num_parts == 1:
+        return [size]
+    return [size // num_parts + (index < size % num_parts) for index in range(num_parts)]
+
+
 def signature(batch: object) -> tuple[Any, ...]:
     """What two micro-batches must share to be planned alike: structure, shapes, dtypes and plain values.
 
@@ -93,6 +108,8 @@ def _signature(value: object, size: int | None) -> tuple[Any, ...]:
 def checksum(batch: object, device: torch.device) -> Tensor:
     """A number that differs where two stages hold different batches, or the same samples in another order.
 
+    Of large tensors it looks at some numbers of each row, at the same places on all stages.
+
     Returns:
         A float64 scalar on ``device``; computed without synchronising.
     """
@@ -100,10 +117,17 @@ def checksum(batch: object, device: torch.device) -> Tensor:
     for position, tensor in enumerate(tree.tensors_of(batch), start=1):
         if tensor.numel() == 0 or tensor.is_complex() or tensor.layout is not torch.strided:
             continue
-        rows = tensor.detach().reshape(max(1, tensor.shape[0] if tensor.ndim else 1), -1).sum(1, dtype=torch.float64)
+        rows = _sample(tensor.detach()).sum(1, dtype=torch.float64)
         ramp = torch.arange(1, rows.shape[0] + 1, dtype=torch.float64, device=rows.device)
         total = total + (position * torch.nan_to_num(rows, posinf=0.0, neginf=0.0).dot(ramp)).to(device)
     return total
+
+
+def _sample(tensor: Tensor) -> Tensor:
+    """All numbers of a small tensor in rows, and of a large one some of each row: it costs time in every step."""
+    rows = tensor.reshape(max(1, tensor.shape[0] if tensor.ndim else 1), -1)
+    step = -(-tensor.numel() // _SAMPLED)
+    return rows[:: -(-step // rows.shape[1])] if step >= rows.shape[1] else rows[:, ::step]
 
 
 def join(outputs: Sequence[Any], sizes: Sequence[int | None], weights: Sequence[float]) -> Any:

@@ -141,10 +141,14 @@ class Frame:
         self, call: Call, seed: int | None, compute: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         compute = self._layout.recomputing(call.layer, compute)
-        with self._board.answered_by(None):
+        board = self._board
+        before, board.handler = board.handler, None  # a layer's own layers are its own
+        try:
             if seed is None:
                 return compute(*args, **kwargs)
             return rng.seeded(seed, compute, args, kwargs)
+        finally:
+            board.handler = before
 
     def _answer(self, index: int, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensors = []
@@ -220,19 +224,21 @@ class Stage:
         Returns:
             What the step returned (None unless this stage reached the end), and the tensors to hand on.
         """
-        self.frame = frame = Frame(layout, self._board, received)
+        board = self._board
+        self.frame = frame = Frame(layout, board, received)
         result = None
         if not layout.is_idle:
             absent = [(held, key, held[key]) for held, key, _ in layout.stand_ins]
             for held, key, stand_in in layout.stand_ins:
                 held[key] = stand_in
+            before, board.handler = board.handler, frame
             try:
-                with self._board.answered_by(frame):
-                    result = step()
+                result = step()
                 frame.end()
             except StageEnd:
                 pass
             finally:
+                board.handler = before
                 for held, key, parameter in absent:
                     held[key] = parameter
         gives = [frame.values[output] for output in layout.gives]
@@ -247,8 +253,12 @@ class Stage:
         A gradient checkpoint of the user may call layers again meanwhile: they draw what they drew, and layers of
         earlier stages are answered with what was ``received``.
         """
-        with self._board.answered_by(_Again(layout, received)):
+        board = self._board
+        before, board.handler = board.handler, _Again(layout, received)
+        try:
             torch.autograd.backward(roots, grads)
+        finally:
+            board.handler = before
 
 
 class _Again:

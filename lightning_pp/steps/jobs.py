@@ -15,6 +15,7 @@ from torch import Tensor
 from lightning_pp.metrics.shared import SharedMetrics
 from lightning_pp.partition import tree
 from lightning_pp.partition.random_state import preserved
+from lightning_pp.partition.switch import without_fast_path
 from lightning_pp.partition.trace import TraceError
 from lightning_pp.runtime import microbatch, rng
 from lightning_pp.runtime.flush import Flush
@@ -60,9 +61,10 @@ def split(module: LightningModule, batch: Any, num_microbatches: int) -> Parts:
                 f"{type(module).__name__}.split_batch returned {len(batches)} micro-batches; allowed are 1 to"
                 f" {num_microbatches} (PipelineStrategy(microbatches=...))."
             )
+        sizes = [microbatch.batch_size(part) for part in batches]
     else:
         batches = microbatch.split(batch, num_microbatches)
-    sizes = [microbatch.batch_size(part) for part in batches]
+        sizes = microbatch.sizes(batch, len(batches))
     user_weight = getattr(module, "micro_batch_weight", None)
     shares = [float(size or 1) for size in sizes] if user_weight is None else [float(user_weight(b)) for b in batches]
     total = sum(shares)
@@ -195,6 +197,7 @@ class StepRunner:
     def running(self, prepared: Prepared) -> AbstractContextManager[Any]:
         """The contexts in which the engine runs the job."""
         stack = ExitStack()
+        stack.enter_context(without_fast_path())
         stack.enter_context(preserved(any(plan.draws for plan in prepared.plans)))
         stack.enter_context(prepared.recorder)
         stack.enter_context(self.kept.recording(prepared.parts.sizes, prepared.parts.weights))

@@ -1,0 +1,121 @@
+"""Who runs: the strategy under a Trainer, torch's pipeline on the same stages, and each stage alone for the ideal.
+
+Every contestant runs a few steps of one batch on all ranks and returns how long each took on its rank, from a barrier
+to its end. They take turns in the same processes, so that all see the same machine.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.utils.data import DataLoader
+
+from lightning_pp import PipelineStrategy
+
+
+def join(size: int) -> None:
+    """Make the process group that all contestants share."""
+    dist.init_process_group("gloo", rank=int(os.environ["LOCAL_RANK"]), world_size=size)
+
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+QUIET: dict[str, Any] = {
+    "logger": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "enable_checkpointing": False,
+}
+
+
+class TimedStrategy(PipelineStrategy):
+    """Measures its training steps: all of a batch but Lightning's hooks and the optimizer."""
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.seconds: list[float] = []
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        _meet()
+        start = time.perf_counter()
+        output = super().training_step(*args, **kwargs)
+        self.seconds.append(time.perf_counter() - start)
+        return output
+
+
+def ours(
+    module: LightningModule, batch: Any, microbatches: int, steps: int, warmup: int = 1, **arguments: Any
+) -> list[float]:
+    """Train ``module`` under a Trainer; the warm-up steps do not count."""
+    strategy = TimedStrategy(stages=_size(), microbatches=microbatches, **arguments)
+    loader = DataLoader([batch] * (steps + warmup), batch_size=None)
+    trainer = Trainer(accelerator="cpu", devices=_size(), strategy=strategy, max_epochs=1, **QUIET)
+    trainer.fit(module, loader)
+    return strategy.seconds[warmup:]
+
+
+def torchs(
+    stage_module: nn.Module, batch: Any, microbatches: int, steps: int, loss: Loss, gpipe: bool = False, warmup: int = 1
+) -> list[float]:
+    """Run this rank's stage under ``torch.distributed.pipelining``."""
+    x, target = batch
+    rank, size = dist.get_rank(), dist.get_world_size()
+    stage = PipelineStage(stage_module, rank, size, torch.device("cpu"))
+    schedule = (ScheduleGPipe if gpipe else Schedule1F1B)(stage, microbatches, loss_fn=loss)
+    seconds = []
+    for _ in range(steps + warmup):
+        for parameter in stage_module.parameters():
+            parameter.grad = None
+        _meet()
+        start = time.perf_counter()
+        inputs = (x,) if rank == 0 else ()
+        losses: list[Tensor] = []
+        last: dict[str, Any] = {"target": target, "losses": losses} if rank == size - 1 else {}
+        schedule.step(*inputs, **last)
+        seconds.append(time.perf_counter() - start)
+    return seconds[warmup:]
+
+
+def alone(
+    stage_module: nn.Module, inputs: Sequence[Tensor], targets: Sequence[Tensor] | None, steps: int, loss: Loss
+) -> list[float]:
+    """Run this rank's stage on its micro-batches one by one, forward and backward, without any communication.
+
+    Args:
+        stage_module: The stage.
+        inputs: What it gets for each micro-batch; floating-point inputs get gradients.
+        targets: Of each micro-batch; None for all stages but the last.
+        steps: How often.
+        loss: Of the last stage.
+    """
+    seconds = []
+    for _ in range(steps):
+        for parameter in stage_module.parameters():
+            parameter.grad = None
+        _meet()
+        start = time.perf_counter()
+        for index, given in enumerate(inputs):
+            x = given.detach().requires_grad_(given.is_floating_point() and dist.get_rank() > 0)
+            output = stage_module(x)
+            if targets is None:
+                output.backward(output.detach())
+            else:
+                (loss(output, targets[index]) / len(inputs)).backward()
+        seconds.append(time.perf_counter() - start)
+    return seconds
+
+
+def _size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def _meet() -> None:
+    if dist.is_initialized():
+        dist.barrier()
