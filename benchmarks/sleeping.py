@@ -65,5 +65,5 @@ def _rounds(case: Case, rounds: int, steps: int) -> dict[str, list[float]]:
 
 def _ideal(case: Case, block: Any) -> float:
     """Seconds of a step with nothing but sleeping, by the times that the block has really slept."""
-    each = statistics.median(block.slept.forward) + statistics.median(block.slept.backward)
+    each = statistics.mean(block.slept.forward) + statistics.mean(block.slept.backward)
     return (case.microbatches + case.stages - 1) * each

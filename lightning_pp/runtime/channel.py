@@ -22,6 +22,8 @@ __all__: list[str] = []
 
 #: receives posted ahead of the one being waited for
 DEPTH = 2
+#: seconds of waiting in which there is time for other things
+_IDLE = 1e-4
 
 _DTYPES = {
     str(dtype): dtype
@@ -139,7 +141,11 @@ class Sender:
 
 
 class Receiver:
-    """The receiving end of an edge."""
+    """The receiving end of an edge.
+
+    To post a receive takes the host as long as a small transfer, so that is best done while it waits anyway. Where it
+    waits is much the same in every batch: each message is remembered that was there already when it was wanted.
+    """
 
     def __init__(self, peer: Peer, header_peer: Peer, label: Label | None = None) -> None:
         self._peer = peer
@@ -148,6 +154,7 @@ class Receiver:
         self._expected: deque[Message] = deque()
         self._posted: deque[tuple[Message, list[Pending | Tensor]]] = deque()
         self._early: dict[Message, list[Pending | Tensor]] = {}
+        self._prompt: set[Message] = set()
         self._known: Known = lambda message: None
         self._learn: Learn | None = None
 
@@ -166,7 +173,7 @@ class Receiver:
         self._post(DEPTH, may_wait=False)
 
     def take(self, message: Message) -> list[Tensor]:
-        """Wait for ``message`` and for no other, and post the next ones."""
+        """Wait for ``message`` and for no other; one more is always posted meanwhile."""
         start = time.monotonic()
         try:
             while message not in self._early:
@@ -175,7 +182,7 @@ class Receiver:
                 first, parts = self._posted.popleft()
                 self._early[first] = parts
             parts = self._early.pop(message)
-            self._post(DEPTH - 1, may_wait=False)  # now rather than on the way from the message to its use
+            self._post(1, may_wait=False)
             tensors = [part if isinstance(part, Tensor) else part.wait() for part in parts]
         except PeerLost as error:
             label, waited = self._label, time.monotonic() - start
@@ -183,7 +190,19 @@ class Receiver:
                 f"waited {waited:.1f} s for the {label.carries} of micro-batch {message[1]} from rank {label.other}:"
                 f" {error}"
             ) from error
+        if time.monotonic() - start < _IDLE:
+            self._prompt.add(message)
+        else:
+            self._prompt.discard(message)
         return tensors
+
+    def is_prompt(self, message: Message) -> bool:
+        """Whether ``message`` was there when it was wanted the last time."""
+        return message in self._prompt
+
+    def post_ahead(self) -> None:
+        """Post the next receives, as far as nothing has to be waited for."""
+        self._post(DEPTH, may_wait=False)
 
     @property
     def num_waiting(self) -> int:

@@ -250,26 +250,27 @@ class Engine:
         task.sender.send(task.message, tensors)
 
     def _receive_activation(self, job: Job, task: Task) -> None:
-        assert task.receiver is not None
-        tensors = task.receiver.take(task.message)
+        tensors = self._take(task)
         for tensor, spec in zip(tensors, job.plans[task.key[1]].specs[task.key[0]], strict=True):
             if spec.requires_grad:
                 tensor.requires_grad_(True)
         self._inbox[task.key] = tensors
-        self._count_buffers()
 
     def _send_gradient(self, job: Job, task: Task) -> None:
         assert task.sender is not None
         task.sender.send(task.message, self._grads_out.pop(task.key))
 
     def _receive_gradient(self, job: Job, task: Task) -> None:
-        assert task.receiver is not None
-        self._grads_in[task.key] = task.receiver.take(task.message)
-        self._count_buffers()
+        self._grads_in[task.key] = self._take(task)
 
-    def _count_buffers(self) -> None:
-        waiting = sum(receiver.num_waiting for receiver in self._receivers.values())
-        self.buffers_peak = max(self.buffers_peak, waiting)
+    def _take(self, task: Task) -> list[Tensor]:
+        receiver = task.receiver
+        assert receiver is not None
+        if not receiver.is_prompt(task.message):  # there will be time
+            for other in self._receivers.values():
+                other.post_ahead()
+        self.buffers_peak = max(self.buffers_peak, sum([other.num_waiting for other in self._receivers.values()]))
+        return receiver.take(task.message)
 
     # -- failure ----------------------------------------------------------------------------------------------------
 

@@ -65,6 +65,7 @@ class Layout:
         self.checkpointed = checkpointed
         self._device = device
         self.placeholders = [self._placeholders(call) for call in self.calls[: self.start]]
+        self.answers = [self._answer(index) for index in range(self.start)]
         self.orders = [_tensor_order(call) for call in self.calls]
         given = frozenset(segment.gives)
         self.captured = [
@@ -78,6 +79,13 @@ class Layout:
         if layer not in self.checkpointed or not torch.is_grad_enabled():
             return compute
         return partial(checkpoint, compute, use_reentrant=False)
+
+    def _answer(self, index: int) -> Tensor | None:
+        """The whole answer of an earlier layer of which nothing is needed; None where it takes more than that."""
+        call = self.calls[index]
+        is_needed = any(taken == index for taken, _ in self.takes)
+        is_tensor = isinstance(call.structure, tree.Slot) and not call.writes
+        return self.placeholders[index][0] if is_tensor and not is_needed else None
 
     def placeholder(self, call: int, leaf: int) -> Tensor:
         """What stands for a layer output that nobody needs: as good as a real one for glue that only passes it on."""
@@ -124,7 +132,10 @@ class Frame:
         call = layout.calls[index]
         seed = rng.layer_seed() if call.draws else None
         if index < layout.start:
-            return self._answer(index, call, args, kwargs)
+            answer = layout.answers[index]
+            if answer is None:
+                return self._answer(index, call, args, kwargs)
+            return answer.detach() if layout.trains and not torch.is_grad_enabled() else answer
         self.current = name
         result = self._compute(call, seed, compute, args, kwargs)
         self.current = None
