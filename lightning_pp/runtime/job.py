@@ -67,11 +67,11 @@ class Job:
         Raises:
             ValueError: It is not a single number.
         """
-        key = (loss.shape, loss.dtype, loss.device)
+        if loss.numel() != 1:
+            raise ValueError(f"the loss must be a single number; it has shape {list(loss.shape)}.")
+        key = (loss.ndim, loss.dtype, loss.device)
         found = self._root_grads.get(key)
         if found is None:
-            if loss.numel() != 1:
-                raise ValueError(f"the loss must be a single number; it has shape {list(loss.shape)}.")
             grads = torch.tensor(self.scales, dtype=loss.dtype, device=loss.device)
             if self.loss_scaling is not None:
                 grads = self.loss_scaling(grads).to(loss.dtype)

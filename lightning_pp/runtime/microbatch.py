@@ -209,6 +209,6 @@ def weighted_mean(values: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
     """The mean of one-element tensors by ``weights`` (which sum to 1), in the values' dtype, computed in float64."""
     if len(values) == 1:
         return values[0]
-    total = torch.stack([value.detach().double().reshape(()) for value in values])
+    total = torch.stack([value.reshape(()) for value in values]).detach().double()
     factors = torch.tensor(weights, dtype=torch.float64, device=total.device)
     return total.dot(factors).to(values[0].dtype).reshape(values[0].shape)

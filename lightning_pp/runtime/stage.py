@@ -275,9 +275,11 @@ class Stage:
 class _Again:
     """Answers layers that are called again in a backward pass."""
 
+    __slots__ = ("_layout", "_received")
+
     def __init__(self, layout: Layout, received: Sequence[Tensor]) -> None:
         self._layout = layout
-        self._values = dict(zip(layout.takes, received, strict=False))
+        self._received = received
 
     def __call__(self, name: str, compute: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         seed = rng.layer_seed() if name in self._layout.drawing else None
@@ -295,9 +297,10 @@ class _Again:
                 " this stage. Use use_reentrant=False, or checkpoint each layer by itself."
             )
         index = indices[0]
+        values = dict(zip(self._layout.takes, self._received, strict=False))
         tensors = []
         for leaf in range(len(self._layout.placeholders[index])):
-            value = self._values.get((index, leaf))
+            value = values.get((index, leaf))
             if value is None:
                 value = self._layout.placeholder(index, leaf)
             tensors.append(value.clone() if calls[index].leaves[leaf].written else value)

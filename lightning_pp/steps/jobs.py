@@ -257,13 +257,15 @@ class StepRunner:
         outputs = [results[mb] for mb in range(len(parts.batches))]
         if prepared.job.loss_of is None:
             return microbatch.join(outputs, parts.sizes, parts.weights)
-        loss = microbatch.weighted_mean([self._loss_of(output).detach() for output in outputs], parts.weights)
+        loss = microbatch.weighted_mean([self._loss_of(output) for output in outputs], parts.weights)
         if not isinstance(outputs[0], Mapping):
             return loss
         extras = [{key: value for key, value in output.items() if key != "loss"} for output in outputs]
         return {"loss": loss, **microbatch.join(extras, parts.sizes, parts.weights)}
 
     def _loss_of(self, output: Any) -> Tensor:
+        if isinstance(output, Tensor):
+            return output
         loss = output.get("loss") if isinstance(output, Mapping) else output
         if not isinstance(loss, Tensor):
             raise MisconfigurationException(
