@@ -6,14 +6,16 @@ to its end. They take turns in the same processes, so that all see the same mach
 
 from __future__ import annotations
 
+import logging
 import os
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.utils.data import DataLoader
@@ -23,6 +25,8 @@ from lightning_pp import PipelineStrategy
 
 def join(size: int) -> None:
     """Make the process group that all contestants share."""
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")
     dist.init_process_group("gloo", rank=int(os.environ["LOCAL_RANK"]), world_size=size)
 
 
@@ -51,14 +55,34 @@ class TimedStrategy(PipelineStrategy):
 
 
 def ours(
-    module: LightningModule, batch: Any, microbatches: int, steps: int, warmup: int = 1, **arguments: Any
+    module: LightningModule,
+    batch: Any,
+    microbatches: int,
+    steps: int,
+    warmup: int = 1,
+    callbacks: Sequence[Callback] = (),
+    **arguments: Any,
 ) -> list[float]:
     """Train ``module`` under a Trainer; the warm-up steps do not count."""
+    return timed(module, [batch] * (steps + warmup), microbatches, callbacks, **arguments)[warmup:]
+
+
+def timed(
+    module: LightningModule, batches: Sequence[Any], microbatches: int, callbacks: Sequence[Callback], **arguments: Any
+) -> list[float]:
+    """Train ``module`` on ``batches`` under a Trainer; seconds of each step."""
     strategy = TimedStrategy(stages=_size(), microbatches=microbatches, **arguments)
-    loader = DataLoader([batch] * (steps + warmup), batch_size=None)
-    trainer = Trainer(accelerator="cpu", devices=_size(), strategy=strategy, max_epochs=1, **QUIET)
-    trainer.fit(module, loader)
-    return strategy.seconds[warmup:]
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=_size(),
+        strategy=strategy,
+        max_epochs=1,
+        callbacks=list(callbacks),
+        log_every_n_steps=1,
+        **QUIET,
+    )
+    trainer.fit(module, DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
+    return strategy.seconds
 
 
 def torchs(

@@ -1,4 +1,4 @@
-"""What is trained: stages that sleep known times, and a small GPT; each whole for a LightningModule and cut for a peer."""
+"""What is trained: stages that sleep known times, and a small GPT, each whole and cut for a peer."""
 
 from __future__ import annotations
 

@@ -93,9 +93,7 @@ def _batches(rounds: int, steps: int) -> dict[str, list[float]]:
             watch = _Stopwatch()
             strategy: Any = "auto" if name == "plain Trainer" else PipelineStrategy(stages=1, microbatches=1)
             loader = DataLoader([batch] * (steps + 2), batch_size=None)
-            trainer = Trainer(
-                accelerator="cpu", devices=1, strategy=strategy, max_epochs=1, callbacks=[watch], **QUIET
-            )
+            trainer = Trainer(accelerator="cpu", devices=1, strategy=strategy, max_epochs=1, callbacks=[watch], **QUIET)
             trainer.fit(GPT(), loader)
             taken += [end - start for start, end in zip(watch.ends[1:], watch.ends[2:], strict=False)]
     return found

@@ -40,10 +40,7 @@ NAMES = ("torch 1F1B", "1f1b", "eager_1f1b")
 def measure(case: Case, rounds: int, steps: int = 2) -> dict[str, list[float]]:
     """Step over ideal for each contestant, one number per step, the slowest rank of each."""
     ranks = run_ranks(_rounds, case.stages, case, rounds, steps, timeout=600)
-    return {
-        name: [max(step) for step in zip(*(rank[name] for rank in ranks), strict=True)]
-        for name in ranks[0]
-    }
+    return {name: [max(step) for step in zip(*(rank[name] for rank in ranks), strict=True)] for name in ranks[0]}
 
 
 def _rounds(case: Case, rounds: int, steps: int) -> dict[str, list[float]]:

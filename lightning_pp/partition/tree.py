@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch.utils._pytree as pytree
@@ -81,20 +81,22 @@ def leaves(value: object) -> list[Any]:
         return [value]
     found: list[Any] = []
     for leaf in pytree.tree_leaves(value, is_leaf=_is_packed):
-        if isinstance(leaf, Tensor):
+        inside = _inside(leaf)
+        if inside is None:
             found.append(leaf)
-        elif _is_packed(leaf):
-            for item in leaf:
-                found += leaves(item)
-        elif _is_dataclass(leaf):
-            for name in _field_names(leaf):
-                found += leaves(getattr(leaf, name))
-        elif isinstance(leaf, Mapping):
-            for item in leaf.values():
-                found += leaves(item)
         else:
-            found.append(leaf)
+            for item in inside:
+                found += leaves(item)
     return found
+
+
+def _inside(leaf: Any) -> Iterable[Any] | None:
+    """What is in a container that torch takes for a leaf; None for a leaf."""
+    if _is_packed(leaf):
+        return leaf  # type: ignore[no-any-return]
+    if _is_dataclass(leaf):
+        return [getattr(leaf, name) for name in _field_names(leaf)]
+    return leaf.values() if isinstance(leaf, Mapping) else None
 
 
 def tensors_of(value: object) -> list[Tensor]:

@@ -52,9 +52,7 @@ class Spec:
 
     def fits(self, tensor: Tensor) -> bool:
         """Whether this is what ``tensor`` is."""
-        return (
-            tensor.shape == self.shape and tensor.dtype is self.dtype and tensor.requires_grad is self.requires_grad
-        )
+        return tensor.shape == self.shape and tensor.dtype is self.dtype and tensor.requires_grad is self.requires_grad
 
     @property
     def is_empty(self) -> bool:
