@@ -11,7 +11,7 @@ from typing import Literal
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 
-from lightning_pp.schedule import SCHEDULES, read_csv
+from lightning_pp.schedule import AUTO, SCHEDULES, named, read_csv
 
 __all__: list[str] = []
 
@@ -54,11 +54,12 @@ class Arguments:
         self._check_split()
 
     def _check_schedule(self) -> None:
-        if self.schedule in SCHEDULES:
+        if named(self.schedule) is not None:
             return
         if not self.schedule.endswith(".csv") and not Path(self.schedule).is_file():
             raise ValueError(
-                f"schedule={self.schedule!r}: allowed are {', '.join(map(repr, SCHEDULES))} and the path of a CSV file."
+                f"schedule={self.schedule!r}: allowed are {', '.join(map(repr, (*SCHEDULES, AUTO)))}, '1f1b+1' and the"
+                " like (extra micro-batches in flight, one number or one per rank), and the path of a CSV file."
             )
         read_csv(self.schedule)
 

@@ -63,6 +63,7 @@ class Pipeline:
         group: All stages of this pipeline, for device memory; None for a single one.
         host_group: The same for host memory.
         replicas: This position in all pipelines.
+        schedule: What training steps go by at present, as the strategy's argument.
     """
 
     ownership: Ownership
@@ -84,6 +85,7 @@ class Pipeline:
         self.group = groups.pipeline
         self.host_group = groups.pipeline_host
         self.replicas = groups.replicas
+        self.schedule = arguments.schedule
         self._num_microbatches = arguments.num_microbatches(mesh.num_stages)
         self._lowered: dict[tuple[int, bool], Lowered] = {}
         self._placement = placement_of(self._schedule(1, training=True))
@@ -136,6 +138,11 @@ class Pipeline:
                 self.ownership.mark()
         self.ownership.to_device(self._device)
         self._connect(board, planner)
+
+    def use_schedule(self, schedule: str) -> None:
+        """Go by another schedule of the same placement from the next training step on; all ranks must."""
+        self.schedule = schedule
+        self._lowered = {key: lowered for key, lowered in self._lowered.items() if not key[1]}
 
     def record(self, listener: Callable[[StepRecord], None]) -> Recorder:
         """Record training steps from now on, and give them to ``listener``; whoever listens ends each step."""
@@ -298,7 +305,7 @@ class Pipeline:
     def _schedule(self, num_microbatches: int, training: bool) -> Schedule:
         with _misconfigured():
             if training:
-                return build(self._arguments.schedule, self._mesh.num_stages, num_microbatches)
+                return build(self.schedule, self._mesh.num_stages, num_microbatches)
             return forward_only(self._placement, num_microbatches)
 
     def _base_seed(self) -> int:

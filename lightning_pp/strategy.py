@@ -22,12 +22,14 @@ from typing_extensions import override
 from lightning_pp import checks, compat, data
 from lightning_pp.adapters import trainer as adapters
 from lightning_pp.arguments import Arguments
+from lightning_pp.depth import DepthChooser
 from lightning_pp.launch import failure, signals
 from lightning_pp.optimization import precision
 from lightning_pp.optimization.optimizing import OptimizingProcesses
 from lightning_pp.pipeline import Pipeline
 from lightning_pp.runtime.comm import job_store
 from lightning_pp.runtime.rng import run_seed
+from lightning_pp.schedule import AUTO
 from lightning_pp.steps import kept
 from lightning_pp.weights.materialise import Construction
 from lightning_pp.weights.ownership import Ownership
@@ -48,7 +50,9 @@ class PipelineStrategy(OptimizingProcesses):
         stages: Pipeline depth in processes; ``"auto"`` takes all of them.
         microbatches: Most micro-batches that a batch is cut into along dim 0; None means ``4 * stages``. A batch with
             fewer samples gives one per sample.
-        schedule: ``"1f1b"``, ``"gpipe"``, ``"eager_1f1b"``, or the path of a CSV file (one row of ops per rank).
+        schedule: ``"1f1b"``, ``"gpipe"``, ``"eager_1f1b"``; ``"1f1b+1"`` or ``"1f1b+2,1,0"`` for extra micro-batches in
+            flight, on every rank or by rank; ``"auto_1f1b"``, which chooses them by measured times; or the path of a
+            CSV file (one row of ops per rank).
         interleave: Model chunks per rank; this version has 1 only.
         layers: What is never cut inside: classes, their import paths, or module names. None finds the blocks of
             ``ModuleList`` and ``Sequential`` and the modules with parameters beside them.
@@ -99,6 +103,7 @@ class PipelineStrategy(OptimizingProcesses):
             save_distributed_checkpoint,
         )  # fmt: skip
         self._pipeline: Pipeline | None = None
+        self._depth: DepthChooser | None = None
         self._is_cutting = False
         self._construction = Construction()
 
@@ -182,6 +187,8 @@ class PipelineStrategy(OptimizingProcesses):
         first = first_arguments if has_data else None
         pipeline.cut(name, first, self._contexts()[name], self.optimizers, self._construction)
         if name == "training_step":
+            is_auto = self.arguments.schedule == AUTO
+            self._depth = DepthChooser(pipeline, self.num_stages, self.root_device) if is_auto else None
             checks.warn_about_batch_norm(module, self.arguments.num_microbatches(self.num_stages), rank_zero_warn)
             self._agree_on_steps(pipeline)
         callbacks = compat.callbacks(trainer)
@@ -226,6 +233,8 @@ class PipelineStrategy(OptimizingProcesses):
         skips = compat.skips_backward(trainer)
         held_back = skips or window_start or compat.watches(trainer, module, "on_before_backward")
         keeps_old = not window_start or compat.watches(trainer, module, "on_before_zero_grad", "optimizer_zero_grad")
+        if self._depth is not None:
+            self._depth.before_step()
         if pipeline.engine.recorder is not None:
             pipeline.engine.recorder.begin(trainer.fit_loop.total_batch_idx)
         step = pipeline.runner.prepare(
@@ -235,6 +244,8 @@ class PipelineStrategy(OptimizingProcesses):
             trainer.fit_loop.total_batch_idx,
             trainer.accumulate_grad_batches,
         )
+        if self._depth is not None:
+            self._depth.job = step.job
         step.job.backward_done = pipeline.gradients.backward_done
         step.job.loss_scaling = precision.loss_scaling(self.precision_plugin)
         pipeline.gradients.start(

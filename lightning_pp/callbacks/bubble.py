@@ -133,7 +133,7 @@ class BubbleMonitor(Callback):
         if pipelines is None:
             return False
         self._measured += 1
-        self.last = summary(pipelines, strategy.arguments.schedule, _is_exact(trainer))
+        self.last = summary(pipelines, strategy.pipeline.schedule, _is_exact(trainer))
         if trainer.is_global_zero:
             for logger in trainer.loggers:
                 logger.log_metrics(dict(self.last), step=wanted.step)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from lightning_pp.arguments import Arguments
 from lightning_pp.callbacks.shares import simulated
+from lightning_pp.schedule import named
 
 __all__: list[str] = []
 
@@ -53,7 +54,7 @@ def _more_microbatches(
     bubble: float, means: Mapping[str, Sequence[float]], arguments: Arguments, microbatches: int
 ) -> str | None:
     more = max(4 * len(means["forward"]), 2 * microbatches)
-    is_named = not arguments.schedule.endswith(".csv")
+    is_named = named(arguments.schedule) is not None
     if bubble < _LARGE or not is_named:
         return None
     now, then = (simulated(arguments.schedule, count, means) for count in (microbatches, more))

@@ -195,7 +195,7 @@ def _growth(strategy: PipelineStrategy, held: HeldBytes, num_samples: int) -> Gr
     """How what a micro-batch holds grows with its samples; None where that does not give the measured peak."""
     sizes = sizes_of(num_samples, len(held.growth))
     growth = Growth.of([(sizes[mb], bytes_) for mb, bytes_ in held.growth.items()])
-    ops = build(strategy.arguments.schedule, strategy.num_stages, len(sizes))[strategy.mesh.position]
+    ops = build(strategy.pipeline.schedule, strategy.num_stages, len(sizes))[strategy.mesh.position]
     return growth if growth is not None and peak_of(ops, sizes, growth) == held.peak else None
 
 

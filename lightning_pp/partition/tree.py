@@ -68,7 +68,7 @@ def unflatten(tensors: list[Tensor], structure: object) -> Any:
     return map_leaves(lambda leaf: tensors[leaf.index] if isinstance(leaf, Slot) else leaf, structure)
 
 
-def leaves(value: object) -> list[Any]:
+def leaves(value: Any) -> list[Any]:
     """All leaves of ``value``, tensors and others, in the order of :func:`flatten`."""
     if isinstance(value, Tensor):
         return [value]
@@ -110,7 +110,7 @@ def is_leaf(value: object) -> bool:
     return len(found) == 1 and found[0] is value
 
 
-def map_leaves(function: Callable[[Any], Any], value: object) -> Any:
+def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
     """Apply ``function`` to every leaf and rebuild the containers with their own types."""
     kind = type(value)
     if kind is tuple:  # most containers are plain ones, and this runs for every micro-batch

@@ -57,6 +57,12 @@ def all_reduce(group: Any, tensor: Tensor) -> None:
         tensor.copy_(values)
 
 
+def synchronise(device: torch.device) -> None:
+    """Wait until ``device`` has done all that it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 @contextmanager
 def losing_peers() -> Iterator[None]:
     """Communication fails at its start, or while it is waited for, when another process has gone."""

@@ -21,6 +21,7 @@ from lightning_pp.runtime.job import Job, SignaturePlan
 from lightning_pp.runtime.profiling import is_profiling, named_ranges
 from lightning_pp.runtime.program import Key, Program, Task, prepare
 from lightning_pp.runtime.stage import Layout, Stage
+from lightning_pp.runtime.transfer import transfer_seconds
 from lightning_pp.schedule import Edge, Kind, Lowered, Op, mark
 
 __all__: list[str] = []
@@ -147,6 +148,21 @@ class Engine:
             self._drop(repr(error))
             raise
         return job.results
+
+    def transfer_seconds(self, plan: SignaturePlan, device: torch.device) -> float | None:
+        """What a message of ``plan`` takes to the next rank (see :mod:`.transfer`); all ranks must call.
+
+        Raises:
+            PipelineError: A peer went away meanwhile.
+        """
+        try:
+            return transfer_seconds(
+                self._rank, len(self._placement), self._senders, self._receivers, plan.specs, device
+            )
+        except Exception as error:
+            text = f"Rank {self._global_rank} failed in measuring its links: {type(error).__name__}: {error}"
+            self._drop(text)
+            raise PipelineError(text) from error
 
     def close(self) -> None:
         """Let go of the channels and of everything that a failed run has left."""

@@ -6,11 +6,14 @@ from .csvfile import from_csv as from_csv
 from .csvfile import read_csv as read_csv
 from .csvfile import to_csv as to_csv
 from .csvfile import write_csv as write_csv
+from .depths import extra_in_flight as extra_in_flight
+from .library import AUTO as AUTO
 from .library import SCHEDULES as SCHEDULES
 from .library import build as build
 from .library import eager_1f1b as eager_1f1b
 from .library import forward_only as forward_only
 from .library import gpipe as gpipe
+from .library import named as named
 from .library import one_f_one_b as one_f_one_b
 from .library import truncate as truncate
 from .lower import Edge as Edge

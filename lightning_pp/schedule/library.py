@@ -8,6 +8,7 @@ pictures show 4 ranks and 6 micro-batches with every op taking one tick; ``.`` i
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
@@ -17,6 +18,9 @@ from .op import Kind, Op, Schedule
 from .placement import at_least_one
 
 __all__: list[str] = []
+
+AUTO = "auto_1f1b"
+"""1F1B whose extra micro-batches in flight are chosen in a run, from measured times."""
 
 
 def gpipe(num_ranks: int, num_microbatches: int) -> Schedule:
@@ -159,12 +163,43 @@ SCHEDULES: Mapping[str, Callable[[int, int], Schedule]] = MappingProxyType(
 )
 """Name -> function from (number of ranks, number of micro-batches) to the schedule."""
 
+_EXTRA = re.compile(r"1f1b\+(\d+(?:,\d+)*)")
+
+
+def named(name: str) -> Callable[[int, int], Schedule] | None:
+    """The function behind a name; None for what is none.
+
+    Besides the keys of ``SCHEDULES`` there are ``"1f1b+2,1,0,0"``, which lets rank 0 hold two micro-batches more than
+    1F1B does and rank 1 one, ``"1f1b+1"``, one more on every rank that can make use of it (that is ``eager_1f1b``
+    from P-1 on), and ``"auto_1f1b"``, of which nothing but the beginning is known before a run: 1F1B.
+
+    Example:
+        >>> [str(op) for op in named("1f1b+1,0")(2, 3)[0]]
+        ['0F0', '0F1', '0F2', '0B0', '0B1', '0B2']
+    """
+    if name in SCHEDULES:
+        return SCHEDULES[name]
+    if name == AUTO:
+        return one_f_one_b
+    found = _EXTRA.fullmatch(name)
+    if found is None:
+        return None
+    numbers = [int(number) for number in found[1].split(",")]
+
+    def with_extra(num_ranks: int, num_microbatches: int) -> Schedule:
+        extra = numbers
+        if len(numbers) == 1:
+            extra = [min(numbers[0], num_ranks - rank - 1) for rank in range(num_ranks)]
+        return one_f_one_b(num_ranks, num_microbatches, extra)
+
+    return with_extra
+
 
 def build(schedule: str | os.PathLike[str], num_ranks: int, num_microbatches: int) -> Schedule:
     """Makes a schedule from its name, or from a CSV file.
 
     Args:
-        schedule: A key of ``SCHEDULES``, or the path of a CSV file with one row per rank. A file may have
+        schedule: A name (see :func:`named`), or the path of a CSV file with one row per rank. A file may have
             more micro-batches than asked for: the first ones are kept.
         num_ranks: Number of ranks.
         num_microbatches: Number of micro-batches.
@@ -175,8 +210,9 @@ def build(schedule: str | os.PathLike[str], num_ranks: int, num_microbatches: in
     """
     at_least_one(num_ranks=num_ranks, num_microbatches=num_microbatches)
     name = os.fspath(schedule)
-    if name in SCHEDULES:
-        return SCHEDULES[name](num_ranks, num_microbatches)
+    make = named(name)
+    if make is not None:
+        return make(num_ranks, num_microbatches)
     if not os.path.isfile(name):
         raise ValueError(f"no schedule and no file is called {name!r}: use {', '.join(SCHEDULES)} or a CSV file")
     loaded = read_csv(name)
