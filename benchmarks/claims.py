@@ -100,7 +100,9 @@ class _Late(_Both):
 
 
 def delayed(
-    rounds: int, schedules: tuple[str, ...] = ("1f1b", "eager_1f1b"), milliseconds: tuple[float, float] = (20, 40)
+    rounds: int,
+    schedules: tuple[str, ...] = ("1f1b", "auto_1f1b", "eager_1f1b"),
+    milliseconds: tuple[float, float] = (20, 40),
 ) -> dict[str, list[float]]:
     """Step time with links that take 0.1 F longer, over that without; by schedule."""
     ranks = run_ranks(_delayed, 4, rounds, schedules, milliseconds, timeout=900)
@@ -116,9 +118,9 @@ def _delayed(rounds: int, schedules: tuple[str, ...], milliseconds: tuple[float,
     for _ in range(rounds):
         for name in schedules:
             times = []
-            for delay in (0.0, 0.1 * forward):
-                _DelayedPeer.delay = delay
-                times.append(min(ours(Sleepers(4, (forward, backward)), batch, 64, 2, schedule=name)))
+            for seconds in (0.0, 0.1 * forward):
+                _DelayedPeer.delay = seconds
+                times.append(min(ours(Sleepers(4, (forward, backward)), batch, 64, 2, warmup=3, schedule=name)))
             found[name].append(times[1] / times[0])
     return found
 

@@ -206,8 +206,8 @@ class Peer:
     def send(self, tensor: Tensor) -> Pending:
         """Start to send; ``tensor`` must not be written until the result is done."""
         held = tensor.detach().contiguous()
-        if self._through_host:
-            held = held.cpu()
+        if self._through_host:  # memory that the device reaches by itself; the copy waits for what made the tensor
+            held = torch.empty(held.shape, dtype=held.dtype, pin_memory=True).copy_(held)
         try:
             work = self._group.send([held], self._other, 0)
         except RuntimeError as error:
