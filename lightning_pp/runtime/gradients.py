@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_pp.runtime.average import GradientAverage
-from lightning_pp.runtime.comm import all_reduce
+from lightning_pp.runtime.comm import all_reduce, losing_peers
 
 __all__: list[str] = []
 
@@ -101,15 +101,19 @@ class GradientHold:
             return
         parameters = [self._parameters[index] for index in indices]
         counts = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32, device=parameters[0].device)
-        all_reduce(group, counts)
+        with losing_peers():
+            counting = group.allreduce([counts])  # is under way together with the gradients
+        grads = [p.grad if p.grad is not None else torch.zeros_like(p) for p in parameters]
+        for grad in grads:
+            all_reduce(group, grad)
+        with losing_peers():
+            counting.wait()
         # a rank that has a gradient knows the answer; only one without has to look
         all_here = all(parameter.grad is not None for parameter in parameters)
         wanted = [True] * len(parameters) if all_here else (counts > 0).tolist()
-        for index, parameter, is_wanted in zip(indices, parameters, wanted, strict=True):
+        for index, parameter, grad, is_wanted in zip(indices, parameters, grads, wanted, strict=True):
             before = self._tied_before[index]
             if is_wanted:
-                grad = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
-                all_reduce(group, grad)
                 parameter.grad = grad if before is None else before.add_(grad)
             else:
                 parameter.grad = before
