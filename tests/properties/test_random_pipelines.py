@@ -88,7 +88,7 @@ def _assert_refused(run: RunSpec, failures: list[str]) -> None:
 
 
 def _is_glue(block: BlockSpec) -> bool:
-    return block.place == "attribute" and block.kind in ("silent", "same")
+    return block.place != "list" and block.kind in ("silent", "same")
 
 
 @settings(database=None, deadline=None, suppress_health_check=list(HealthCheck), print_blob=False)
