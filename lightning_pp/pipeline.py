@@ -18,7 +18,7 @@ from torchmetrics import Metric
 from lightning_pp.arguments import Arguments
 from lightning_pp.data import NoBatchError
 from lightning_pp.metrics.shared import SharedMetrics
-from lightning_pp.partition.layers import find_layers
+from lightning_pp.partition.layers import chosen_layers, find_layers
 from lightning_pp.partition.random_state import preserved
 from lightning_pp.partition.switch import Switchboard
 from lightning_pp.partition.trace import Trace
@@ -251,14 +251,8 @@ class Pipeline:
         return Cut((0,) * (len(everywhere) + 1), dict.fromkeys(names, everywhere), frozenset(), (), "")
 
     def _checkpointed(self, board: Switchboard) -> frozenset[str]:
-        wanted = self._arguments.activation_checkpointing
-        if not wanted:
-            return frozenset()
-        if wanted is True:
-            return frozenset(board.layers)
         with _misconfigured():
-            matching = find_layers(self._module, wanted)
-        return frozenset(name for name, layer in board.layers.items() if layer in matching.values())
+            return chosen_layers(self._module, board.layers, self._arguments.activation_checkpointing)
 
     # -- connecting -------------------------------------------------------------------------------------------------
 

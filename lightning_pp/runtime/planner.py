@@ -16,7 +16,7 @@ from lightning_pp.partition.cost import call_costs, time_call
 from lightning_pp.partition.switch import Switchboard
 from lightning_pp.partition.trace import Trace, trace_step
 from lightning_pp.runtime.job import SignaturePlan
-from lightning_pp.runtime.stage import Layout, absent_tensors
+from lightning_pp.runtime.stage import Layout
 
 __all__: list[str] = []
 
@@ -186,7 +186,7 @@ class Planner:
             bounds = planning.follow(trace, ownership, self._held, self._num_stages)
         trace.refuse_divided(bounds)
         parts = planning.segments(trace, bounds)
-        absent = absent_tensors(self._model, trace.touched)
+        absent = _absent_tensors(self._model, trace.touched)
         layouts = {
             stage: Layout(trace, parts[stage], self._device, self._checkpointed, absent, torch.is_grad_enabled())
             for stage in self._stages
@@ -225,3 +225,15 @@ class Planner:
                 " concatenated.",
                 stacklevel=2,
             )
+
+
+def _absent_tensors(model: nn.Module, names: frozenset[str]) -> list[tuple[dict[str, Any], str]]:
+    """``(dict, key)`` of every place in ``model`` that holds one of ``names`` on the meta device."""
+    named = {id(p): name for name, p in model.named_parameters()} | {id(b): name for name, b in model.named_buffers()}
+    return [
+        (held, key)
+        for module in model.modules()
+        for held in (module._parameters, module._buffers)
+        for key, tensor in held.items()
+        if tensor is not None and tensor.is_meta and named[id(tensor)] in names
+    ]

@@ -7,14 +7,14 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch import Tensor
 
 from lightning_pp.partition import tree
 from lightning_pp.partition.calls import Argument, Call, Trace, plain_value, rebuild, stand_in_for
 from lightning_pp.partition.plan import Segment
 from lightning_pp.partition.switch import Switchboard
 from lightning_pp.runtime import rng
+from lightning_pp.runtime.again import recomputed
 
 __all__: list[str] = []
 
@@ -78,7 +78,7 @@ class Layout:
         """``compute``, with its activations dropped and computed again in the backward pass where that is wanted."""
         if layer not in self.checkpointed or not torch.is_grad_enabled():
             return compute
-        return partial(checkpoint, compute, use_reentrant=False)
+        return recomputed(compute)
 
     def _answer(self, index: int) -> Tensor | None:
         """The whole answer of an earlier layer of which nothing is needed; None where it takes more than that."""
@@ -94,19 +94,35 @@ class Layout:
             return shared
         spec = self.calls[call].leaves[leaf]
         fresh = torch.full(spec.shape, plain_value(spec.dtype), dtype=spec.dtype, device=self._device)
-        return self._like_computed(fresh).clone()  # not a leaf, so that it bears being written into
+        return self._like_computed(
+            fresh, self.calls[call].layer
+        ).clone()  # no leaf, so that it bears being written into
 
     def _placeholders(self, call: Call) -> list[Tensor | None]:
         """Shared tensors without memory; None where the step writes into them and needs real ones."""
         found: list[Tensor | None] = []
         for leaf in call.leaves[: len(call.leaves) - len(call.writes)]:
             value = torch.full((), plain_value(leaf.dtype), dtype=leaf.dtype, device=self._device)
-            found.append(None if leaf.written else self._like_computed(value.expand(leaf.shape)))
+            found.append(None if leaf.written else self._like_computed(value.expand(leaf.shape), call.layer))
         return found
 
-    def _like_computed(self, tensor: Tensor) -> Tensor:
-        """Hooks and reentrant gradient checkpoints of the user ask for tensors that require gradients."""
-        return tensor.requires_grad_(self.trains and tensor.is_floating_point())
+    def _like_computed(self, tensor: Tensor, layer: str) -> Tensor:
+        """Hooks and reentrant gradient checkpoints of the user ask for tensors that require gradients.
+
+        None ever gets one, unless the step has come to use what its plan says nobody needs.
+        """
+        if self.trains and tensor.is_floating_point():
+            tensor.requires_grad_().register_hook(partial(_refuse_use, layer))  # type: ignore[no-untyped-call]
+        return tensor
+
+
+def _refuse_use(layer: str, grad: Tensor) -> None:
+    raise ChangedStepError(
+        f"The loss depends on the output of layer {layer!r} through code between the layers that did not use it when"
+        " the step was planned. That code may depend on the shapes and plain values of the batch, but not on the epoch,"
+        " the number of the step or of the batch, on counters, or on random numbers: use the value every time,"
+        " multiplied by a factor that may be zero."
+    )
 
 
 class Frame:
@@ -321,15 +337,3 @@ def _tensor_order(call: Call) -> list[int | None]:
 def _rewritten(call: Call) -> list[tuple[int, int]]:
     """``(leaf of the call, leaf of its arguments)`` for each argument that the layer writes into."""
     return list(enumerate(call.writes, start=len(call.leaves) - len(call.writes)))
-
-
-def absent_tensors(model: nn.Module, names: frozenset[str]) -> list[tuple[dict[str, Any], str]]:
-    """``(dict, key)`` of every place in ``model`` that holds one of ``names`` on the meta device."""
-    named = {id(p): name for name, p in model.named_parameters()} | {id(b): name for name, b in model.named_buffers()}
-    return [
-        (held, key)
-        for module in model.modules()
-        for held in (module._parameters, module._buffers)
-        for key, tensor in held.items()
-        if tensor is not None and tensor.is_meta and named[id(tensor)] in names
-    ]

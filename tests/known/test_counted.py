@@ -3,7 +3,6 @@
 import os
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -37,7 +36,6 @@ def statistics(recomputes: bool) -> dict[str, Tensor]:
     return {name: buffer.clone() for name, buffer in module.named_buffers() if not buffer.is_meta}
 
 
-@pytest.mark.xfail(reason="recomputed layers move their statistics twice, as with torch's own checkpoint", strict=True)
 def test_recomputing_moves_no_statistics() -> None:
     found = [run_ranks(statistics, 2, recomputes) for recomputes in (False, True)]
     assert_equal(*({k: v for rank in ranks for k, v in rank.items()} for ranks in found))
