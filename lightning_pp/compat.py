@@ -30,6 +30,23 @@ def script_launcher(environment: ClusterEnvironment, num_processes: int, num_nod
     return _SubprocessScriptLauncher(environment, num_processes, num_nodes)
 
 
+def dead_child(launcher: Any) -> str | None:
+    """Says which of the processes that ``launcher`` has started was killed, if any."""
+    for local_rank, process in enumerate(getattr(launcher, "procs", ()), start=1):
+        code = process.poll()
+        if code is not None and code < 0:
+            advice = " (the system does that where memory runs out)" if code == -9 else ""
+            return f"local rank {local_rank}: its process was killed by signal {-code}{advice}"
+    return None
+
+
+def batches_begun(trainer: Trainer) -> tuple[int, ...]:
+    """How many batches each loop has begun; differs as soon as the Trainer has got on."""
+    fit = trainer.fit_loop
+    loops: list[Any] = [fit.epoch_loop, fit.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop]
+    return tuple(loop.batch_progress.total.ready for loop in [*loops, trainer.predict_loop])
+
+
 class SignalActions:
     """What Lightning does on a signal, to be done at another time."""
 

@@ -2,6 +2,8 @@
 
 import inspect
 import signal
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -84,8 +86,18 @@ def test_signal_handlers_are_looked_up_when_they_are_registered() -> None:
 def test_the_launcher_checks_and_starts() -> None:
     launcher = compat.script_launcher(LightningEnvironment(), 1, 1)
     assert launcher.procs == []
+    assert compat.dead_child(launcher) is None
+    launcher.procs = [subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])]
+    launcher.procs[0].kill()
+    launcher.procs[0].wait()
+    assert "local rank 1: its process was killed by signal 9" in str(compat.dead_child(launcher))
     assert not launcher.is_interactive_compatible
     assert "validate_settings" in inspect.getsource(launcher.launch)
+
+
+def test_loops_count_the_batches_that_have_begun() -> None:
+    trainer = Trainer(logger=False, enable_checkpointing=False, accelerator="cpu")
+    assert compat.batches_begun(trainer) == (0, 0, 0, 0, 0)
 
 
 def test_the_two_halves_of_clip_grad_norm(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor
@@ -13,7 +16,9 @@ from typing_extensions import override
 
 from lightning_pp import compat
 from lightning_pp.arguments import Arguments
-from lightning_pp.launch import failure, launching
+from lightning_pp.launch import agreement, failure, launching, printing
+from lightning_pp.launch.watcher import Watched, Watcher
+from lightning_pp.launch.whereabouts import Place, place_of
 from lightning_pp.runtime.comm import backend_for, gather_with_gradients, job_store, losing_peers
 from lightning_pp.runtime.groups import Groups, make_groups
 from lightning_pp.runtime.mesh import Mesh
@@ -38,6 +43,7 @@ class PipelineProcesses(ParallelStrategy):
         self._host_group: Any = None
         self._groups: Groups | None = None
         self._has_failed = False
+        self._watcher: Watcher | None = None
 
     # -- where this process is --------------------------------------------------------------------------------------
 
@@ -113,18 +119,38 @@ class PipelineProcesses(ParallelStrategy):
         launching.check_same_job(self.world_size)
         super().setup_environment()
         self.set_world_ranks()
-        num_stages = self.arguments.num_stages(self.world_size)
         assert self.cluster_environment is not None
         backend = backend_for(self.root_device, self.arguments.process_group_backend)
         if not dist.is_initialized():
             timeout = self.arguments.timeout
             store = launching.open_store(self.cluster_environment, timeout)
             compat.connect_processes(self.cluster_environment, backend, store, timeout, self.root_device)
+        assert self.lightning_module is not None
+        if self.world_size > 1:
+            agreement.check(
+                job_store(), self.global_rank, self.world_size, self.arguments, self.lightning_module.trainer
+            )
+        num_stages = self.arguments.num_stages(self.world_size)
         self._mesh = Mesh(self.global_rank, num_stages, self.world_size // num_stages)
         if self._groups is None:
             self._groups = make_groups(self._mesh, backend, self.arguments.timeout)
         self._host_group = self._groups.everyone
         failure.reset(job_store(), self.global_rank, self._host_group)
+        if self.world_size > 1:
+            printing.install()
+            self._watch(self.lightning_module.trainer)
+
+    def _watch(self, trainer: Trainer) -> None:
+        def place() -> Place:
+            # a thread asks, at any time: what is being made or unmade is not there
+            engine = getattr(getattr(self, "_pipeline", None), "engine", None)
+            return place_of(self.mesh, engine.now if engine is not None else None, compat.batches_begun(trainer))
+
+        watched = Watched(
+            place, lambda: compat.is_interrupted(self.lightning_module), lambda: compat.dead_child(self._launcher)
+        )
+        timeout = self.arguments.timeout.total_seconds()
+        self._watcher = Watcher(job_store(), self.global_rank, self.world_size, timeout, watched)
 
     def set_world_ranks(self) -> None:
         """Tell the cluster environment and Lightning's rank-zero helpers who this process is."""
@@ -138,13 +164,15 @@ class PipelineProcesses(ParallelStrategy):
     @override
     def barrier(self, name: str | None = None) -> None:
         if self._host_group is not None:
-            dist.barrier(group=self._host_group)
+            with self._together():
+                dist.barrier(group=self._host_group)
 
     @override
     def broadcast(self, obj: _T, src: int = 0) -> _T:
         box = [obj]
         if self._host_group is not None:
-            dist.broadcast_object_list(box, src=src, group=self._host_group)
+            with self._together():
+                dist.broadcast_object_list(box, src=src, group=self._host_group)
         return box[0]
 
     @override
@@ -168,7 +196,8 @@ class PipelineProcesses(ParallelStrategy):
         reduced = tensor.detach().clone()
         if is_mean and not reduced.is_floating_point() and not reduced.is_complex():
             reduced = reduced.to(torch.get_default_dtype())
-        dist.all_reduce(reduced, op=op, group=chosen)
+        with self._together():
+            dist.all_reduce(reduced, op=op, group=chosen)
         return reduced / dist.get_world_size(chosen) if is_mean else reduced
 
     @override
@@ -182,7 +211,8 @@ class PipelineProcesses(ParallelStrategy):
         if sync_grads:
             return gather_with_gradients(tensor, chosen)
         gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size(chosen))]
-        dist.all_gather(gathered, tensor.contiguous(), group=chosen)
+        with self._together():
+            dist.all_gather(gathered, tensor.contiguous(), group=chosen)
         return torch.stack(gathered)
 
     @property
@@ -197,15 +227,21 @@ class PipelineProcesses(ParallelStrategy):
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         votes = torch.tensor(int(decision))
-        dist.all_reduce(votes, group=self._host_group)
+        with self._together():
+            dist.all_reduce(votes, group=self._host_group)
         return bool(votes == self.world_size) if all else bool(votes)
 
     def all_agree(self, vote: bool) -> bool:
         """Whether every process votes yes; at once for a single one."""
         if self.world_size == 1:
             return vote
+        return self.reduce_boolean_decision(vote)
+
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        """Around what takes other processes: where one of them is gone, say why."""
         with failure.explained(job_store()), losing_peers():
-            return self.reduce_boolean_decision(vote)
+            yield
 
     # -- the end ----------------------------------------------------------------------------------------------------
 
@@ -223,6 +259,9 @@ class PipelineProcesses(ParallelStrategy):
         self.cluster_environment.teardown()
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
+        if self._watcher is not None:
+            self._watcher.stop(self._has_failed)
+            self._watcher = None
         if self._has_failed and dist.is_initialized():
             # the others wait for this rank: its connections must go, so that they learn of it at once
             self._host_group = self._groups = None

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 from typing_extensions import override
 
+from lightning_pp.launch.failure import FollowingError
 from lightning_pp.saving.courier import Courier
 from lightning_pp.saving.files import METADATA, beside, check_replaceable, remove, replace, sync_file
 
@@ -195,4 +196,4 @@ def together(courier: Courier, action: Callable[[], None]) -> None:
     if error is not None:
         raise error
     if problem is not None:
-        raise RuntimeError(f"Rank 0 could not write the checkpoint: {problem}")
+        raise FollowingError(f"Rank 0 could not write the checkpoint: {problem}")
