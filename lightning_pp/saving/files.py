@@ -7,6 +7,7 @@ previous file where that folder is another file system, and holds the serialised
 from __future__ import annotations
 
 import os
+import pickle
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -41,10 +42,14 @@ class SafeCheckpointIO(TorchCheckpointIO):
         check_replaceable(target)
         target.parent.mkdir(parents=True, exist_ok=True)
         partial = beside(target, "partial")
-        with partial.open("wb") as file:
-            torch.save(checkpoint, file)
-            file.flush()
-            os.fsync(file.fileno())
+        try:
+            with partial.open("wb") as file:
+                torch.save(checkpoint, file)
+                file.flush()
+                os.fsync(file.fileno())
+        except BaseException:
+            remove(partial)  # where a disk is full, half a checkpoint would keep it full
+            raise
         replace(partial, target)
 
     @override
@@ -55,14 +60,27 @@ class SafeCheckpointIO(TorchCheckpointIO):
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
         source = local_path(path)
-        if source is None or not source.is_file() or not _can_be_mapped(source):
+        if source is None or not source.is_file():
             options = {} if weights_only is None else {"weights_only": weights_only}
             return super().load_checkpoint(path, map_location, **options)
         if weights_only is None:
             weights_only = compat.loads_weights_only_by_default()
-        checkpoint = torch.load(source, map_location="cpu", mmap=True, weights_only=weights_only)
+        is_archive = _is_archive(source)
+        try:
+            checkpoint = torch.load(source, map_location="cpu", mmap=is_archive, weights_only=weights_only)
+        except (RuntimeError, EOFError, OSError, pickle.UnpicklingError) as error:
+            if is_archive and isinstance(error, pickle.UnpicklingError):
+                raise  # torch says what it does not want to load, and how to load it all the same
+            raise RuntimeError(_unreadable(source, error)) from error
         # the few tensors of callbacks and the like may live longer than the file
         return {key: value if key in _LEFT_IN_FILE else copied(value) for key, value in checkpoint.items()}
+
+
+def _unreadable(path: Path, error: Exception) -> str:
+    return (
+        f"{path} ({path.stat().st_size:,} bytes) cannot be read as a checkpoint ({type(error).__name__}). It is another"
+        " kind of file, or was cut short: copy it again, or give another checkpoint."
+    )
 
 
 def local_path(path: str | Path) -> Path | None:
@@ -71,8 +89,8 @@ def local_path(path: str | Path) -> Path | None:
     return Path(inner) if isinstance(filesystem, LocalFileSystem) else None
 
 
-def _can_be_mapped(path: Path) -> bool:
-    """Whether torch wrote the file as it does since version 1.6: as an archive."""
+def _is_archive(path: Path) -> bool:
+    """Whether torch wrote the file as it does since version 1.6: it can be mapped then."""
     with path.open("rb") as file:
         return file.read(4) == b"PK\x03\x04"
 

@@ -274,7 +274,7 @@ class CheckpointedProcesses(PipelineProcesses):
                 )
             return Folder(local, weights_only).checkpoint()
         options = {} if weights_only is None else {"weights_only": weights_only}
-        return self.checkpoint_io.load_checkpoint(path, **options)
+        return _checked(self.checkpoint_io.load_checkpoint(path, **options), path)
 
     def _agree_on_path(self, path: Any) -> Any:
         """Take rank 0's choice; each rank has looked for ``"best"`` and ``"last"`` by itself."""
@@ -307,6 +307,17 @@ class CheckpointedProcesses(PipelineProcesses):
                 optimizer.load_state_dict(state.for_optimizer(optimizer))
             else:
                 load_optimizer_state(optimizer, state)
+
+
+def _checked(checkpoint: dict[str, Any], path: _Location) -> dict[str, Any]:
+    """Refuse what was saved by something else than a Trainer, by the name of the file."""
+    missing = [key for key in ("pytorch-lightning_version", "state_dict") if key not in checkpoint]
+    if missing:
+        raise ValueError(
+            f"{path} is no checkpoint of a Trainer: it has {list(checkpoint)[:5]}, but not {missing}. Give a file that"
+            " trainer.save_checkpoint or ModelCheckpoint has written, or load the weights into the module yourself."
+        )
+    return checkpoint
 
 
 def _load_state(module: nn.Module, state: Mapping[str, Any], strict: bool) -> None:
