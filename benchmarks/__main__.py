@@ -22,7 +22,7 @@ Row = Sequence[object]
 def _sleeping(quick: bool) -> Iterator[Row]:
     yield ("P, M, forward/backward ms, activation", *sleeping.NAMES)
     for case in sleeping.CASES:
-        found = sleeping.measure(case, rounds=1 if quick else 4)
+        found = sleeping.measure(case, rounds=1 if quick else 3)
         size = f"{case.width * 4:,} B"
         yield (
             f"{case.stages}, {case.microbatches}, {case.forward:g}/{case.backward:g}, {size}",
@@ -33,7 +33,7 @@ def _sleeping(quick: bool) -> Iterator[Row]:
 def _gpt(quick: bool) -> Iterator[Row]:
     yield ("P, M", *(f"{name} / ideal" for name in gpt.NAMES), "1f1b / torch", "ideal, s")
     for case in gpt.CASES[:1] if quick else gpt.CASES:
-        found = gpt.measure(case, rounds=1 if quick else 4)
+        found = gpt.measure(case, rounds=1 if quick else 2)
         middle = {name: statistics.median(values) for name, values in found.items()}
         yield (
             f"{case.stages}, {case.microbatches}",
@@ -50,6 +50,13 @@ def _overhead(quick: bool) -> Iterator[Row]:
     batches = overhead.whole_batch(rounds=2 if quick else 4)
     plain, own = (statistics.median(values) for values in batches.values())
     yield ("batch of the GPT over the plain Trainer's, M = 1", "-", f"{own / plain:.4f}")
+
+
+def _monitors(quick: bool) -> Iterator[Row]:
+    found = overhead.monitors(rounds=1 if quick else 4)
+    yield ("GPT, P = 2, M = 8, measured in every batch", *found)
+    middle = [statistics.median(values) for values in found.values()]
+    yield ("batch over the batch without", *(f"{one / middle[0]:.4f}" for one in middle))
 
 
 def _memory(quick: bool) -> Iterator[Row]:
@@ -69,7 +76,7 @@ def _bubble(quick: bool) -> Iterator[Row]:
 
 
 def _delay(quick: bool) -> Iterator[Row]:
-    found = claims.delayed(rounds=1 if quick else 3)
+    found = claims.delayed(rounds=1)
     yield ("every link 0.1 F slower, P = 4, M = 64", *found)
     yield ("step over the step without", *(_spread(values) for values in found.values()))
 
@@ -83,6 +90,7 @@ BENCHMARKS: dict[str, Callable[[bool], Iterator[Row]]] = {
     "sleeping": _sleeping,
     "gpt": _gpt,
     "overhead": _overhead,
+    "monitors": _monitors,
     "memory": _memory,
     "bubble": _bubble,
     "delay": _delay,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from benchmarks.contestants import QUIET, join, ours, torchs
 from benchmarks.models import GPT
-from lightning_pp import PipelineStrategy
+from lightning_pp import ActivationMemoryMonitor, BubbleMonitor, PipelineStrategy
 from tests.launch import run_ranks
 
 _MICROBATCHES = 64
@@ -95,5 +96,29 @@ def _batches(rounds: int, steps: int) -> dict[str, list[float]]:
             loader = DataLoader([batch] * (steps + 2), batch_size=None)
             trainer = Trainer(accelerator="cpu", devices=1, strategy=strategy, max_epochs=1, callbacks=[watch], **QUIET)
             trainer.fit(GPT(), loader)
-            taken += [end - start for start, end in zip(watch.ends[1:], watch.ends[2:], strict=False)]
+            taken += [end - start for start, end in pairwise(watch.ends[1:])]
+    return found
+
+
+def monitors(rounds: int, steps: int = 4) -> dict[str, list[float]]:
+    """Seconds per batch of the GPT in two stages, with nothing, and with each monitor measuring every batch."""
+    ranks = run_ranks(_monitored, 2, rounds, steps, timeout=900)
+    return {name: [max(batch) for batch in zip(*(rank[name] for rank in ranks), strict=True)] for name in ranks[0]}
+
+
+def _monitored(rounds: int, steps: int) -> dict[str, list[float]]:
+    join(2)
+    tokens = torch.randint(256, (32, 129))
+    batch = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    found: dict[str, list[float]] = {"no monitor": [], "BubbleMonitor": [], "ActivationMemoryMonitor": []}
+    for _ in range(rounds):
+        for name, taken in found.items():
+            watch = _Stopwatch()
+            callbacks: list[Callback] = [watch]
+            if name == "BubbleMonitor":
+                callbacks.insert(0, BubbleMonitor(every_n_steps=1))
+            elif name == "ActivationMemoryMonitor":
+                callbacks.insert(0, ActivationMemoryMonitor(every_n_steps=1))
+            ours(GPT(), batch, 8, steps, 2, callbacks, split=["blocks.4"])
+            taken += [end - start for start, end in pairwise(watch.ends[1:])]
     return found

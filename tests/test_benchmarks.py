@@ -24,4 +24,4 @@ def test_contestants_take_turns() -> None:
 
 
 def test_every_benchmark_has_a_name() -> None:
-    assert list(BENCHMARKS) == ["sleeping", "gpt", "overhead", "memory", "bubble", "delay", "glue"]
+    assert list(BENCHMARKS) == ["sleeping", "gpt", "overhead", "monitors", "memory", "bubble", "delay", "glue"]

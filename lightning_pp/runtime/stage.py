@@ -116,7 +116,9 @@ class Layout:
         return tensor
 
 
-def _refuse_use(layer: str, grad: Tensor) -> None:
+def _refuse_use(layer: str, grad: Tensor | None) -> None:
+    if grad is None:  # from a reentrant checkpoint on the way, through which nothing depended on it
+        return
     raise ChangedStepError(
         f"The loss depends on the output of layer {layer!r} through code between the layers that did not use it when"
         " the step was planned. That code may depend on the shapes and plain values of the batch, but not on the epoch,"
@@ -317,8 +319,9 @@ class _Again:
         tensors = []
         for leaf in range(len(self._layout.placeholders[index])):
             value = values.get((index, leaf))
-            if value is None:
-                value = self._layout.placeholder(index, leaf)
+            if value is None:  # gets the zeros that a checkpoint sends on where nothing depended on it, so no refusal
+                planned = self._layout.placeholder(index, leaf)
+                value = planned.detach().requires_grad_(planned.requires_grad)
             tensors.append(value.clone() if calls[index].leaves[leaf].written else value)
         return rebuild(calls[index].structure, tensors, tree.leaves((args, kwargs)))
 
