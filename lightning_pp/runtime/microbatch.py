@@ -21,6 +21,9 @@ _PLAIN = (type(None), bool, int, float, str)
 #: how many numbers of a tensor a checksum looks at
 _SAMPLED = 2**15
 
+#: how deep inside of an object tensors are looked for
+_DEPTH = 3
+
 
 def batch_size(batch: object) -> int | None:
     """Number of samples in ``batch``: the size that dim 0 of most of its tensors has.
@@ -82,7 +85,7 @@ def signature(batch: object) -> tuple[Any, ...]:
     """What two micro-batches must share to be planned alike: structure, shapes, dtypes and plain values.
 
     Lists of as many plain values as there are samples (names, ids) are known by their type and length alone, and
-    objects that are neither containers nor plain values by their type.
+    objects that are neither containers nor plain values by their type and the tensors that they hold.
     """
     return _signature(batch, batch_size(batch))
 
@@ -102,7 +105,26 @@ def _signature(value: object, size: int | None) -> tuple[Any, ...]:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = [field.name for field in dataclasses.fields(value)]
         return (type(value), *((name, _signature(getattr(value, name, None), size)) for name in names))
-    return (type(value), *((tuple(leaf.shape), leaf.dtype) for leaf in tree.tensors_of(value)))
+    found = tree.tensors_of(value) or _held(value, _DEPTH)
+    return (type(value), *((tuple(leaf.shape), leaf.dtype) for leaf in found))
+
+
+def _held(value: object, depth: int) -> list[Tensor]:
+    """The tensors in the attributes of an object that is no container: a batch class of the user, or of a library."""
+    if depth == 0 or isinstance(value, type) or not (hasattr(value, "__dict__") or hasattr(type(value), "__slots__")):
+        return []
+    slots = (name for cls in type(value).__mro__ for name in _slots(cls))
+    attributes = {name: getattr(value, name) for name in slots if hasattr(value, name)} | dict(
+        getattr(value, "__dict__", {})
+    )
+    leaves = [leaf for name in sorted(attributes) for leaf in tree.leaves(attributes[name])]
+    return [tensor for leaf in leaves for tensor in ([leaf] if isinstance(leaf, Tensor) else _held(leaf, depth - 1))]
+
+
+def _slots(cls: type) -> tuple[str, ...]:
+    slots = vars(cls).get("__slots__", ())
+    names = (slots,) if isinstance(slots, str) else tuple(slots)
+    return tuple(name for name in names if name not in ("__dict__", "__weakref__"))
 
 
 def checksum(batch: object, device: torch.device) -> Tensor:

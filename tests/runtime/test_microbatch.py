@@ -221,3 +221,26 @@ def test_weighted_mean_keeps_dtype_and_shape() -> None:
     half = weighted_mean([torch.tensor(1, dtype=torch.bfloat16)] * 3, [1 / 3] * 3)
     assert half == 1
     assert half.dtype is torch.bfloat16
+
+
+class _Opaque:
+    """A batch class that nobody has registered anywhere."""
+
+    def __init__(self, size: int) -> None:
+        self.inner = _Slotted(torch.zeros(size, 2))
+        self.me = self
+
+
+class _Slotted:
+    __slots__ = ("x",)
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self.x = x
+
+
+def test_objects_are_told_apart_by_the_shapes_that_they_hold() -> None:
+    from lightning_pp.runtime.microbatch import signature
+
+    assert signature(_Opaque(2)) == signature(_Opaque(2))
+    assert signature(_Opaque(2)) != signature(_Opaque(3))
+    assert signature({"graphs": _Opaque(2)}) != signature({"graphs": _Opaque(3)})

@@ -31,6 +31,8 @@ UNMODIFIED = _rows(
     (sequences.Translator, {}),
     (sequences.Tagger, {}),
     (sequences.MixtureOfExperts, {"strategy": {"layers": ["tests.zoo_own.sequences.ExpertBlock"]}}),
+    (graphs.GraphNet, {}),
+    (graphs.GraphsThroughLayers, {}),
     (graphs.DeepSets, {}),
     (towers.MultiTask, {"validate": True, "trainer": {"gradient_clip_val": 0.5}}),
 )
