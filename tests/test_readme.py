@@ -19,9 +19,9 @@ def test_the_picture_is_the_one_that_is_printed() -> None:
     assert grid(build("1f1b", 4, 6)).strip() in README
 
 
-@pytest.mark.parametrize("extra", ["examples", "test"])
+@pytest.mark.parametrize("extra", ["examples", "test,zoo"])
 def test_each_command_is_one_line_with_its_own_set_up(extra: str) -> None:
-    command = {"examples": "python examples/train_gpt.py", "test": "python -m pytest"}[extra]
+    command = {"examples": "python examples/train_gpt.py", "test,zoo": "python -m pytest"}[extra]
     assert f'python -m pip install -e ".[{extra}]" && {command}\n' in README
     assert command in README
     assert (ROOT / "examples" / "train_gpt.py").is_file()
