@@ -274,7 +274,7 @@ def main(arguments: list[str] | None = None) -> None:
         start = time.perf_counter()
         try:
             part(setting)
-        except Exception:  # the others are worth the time on a machine that is lent for minutes
+        except Exception:  # the other parts are worth their time
             traceback.print_exc()
         print(f"{part.__name__}: {time.perf_counter() - start:.0f} s", flush=True)
 
