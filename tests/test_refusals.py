@@ -20,7 +20,7 @@ CONSTRUCTOR = [
     ({"stages": True}, TypeError, "stages=True"),
     ({"microbatches": 0}, ValueError, "microbatches=0: allowed is None or an int of at least 1."),
     ({"microbatches": 2.5}, TypeError, "microbatches=2.5"),
-    ({"schedule": "2f2b"}, ValueError, "schedule='2f2b': allowed are 'gpipe', '1f1b', 'eager_1f1b', 'auto_1f1b', '1f1b+1'"),
+    ({"schedule": "2f2b"}, ValueError, "schedule='2f2b': allowed are 'gpipe', '1f1b', 'eager_1f1b', 'auto_1f1b'"),
     ({"schedule": "1f1b+x"}, ValueError, "schedule='1f1b+x': allowed are"),
     ({"schedule": "missing.csv"}, ValueError, "missing.csv"),
     ({"balance": "luck"}, ValueError, "balance='luck': allowed are 'flops', 'params', 'time', 'memory'."),
