@@ -1,11 +1,15 @@
 """Trains a module with and without the strategy and says what happened; runs inside the test processes."""
 
 import logging
+import os
+import pickle
 import random
+import tempfile
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +18,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
 from lightning_pp import PipelineStrategy
-from tests.launch import run_ranks
+from tests.launch import run_ranks, try_ranks
 from tests.models import MODELS
 
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
@@ -137,38 +141,55 @@ class Table:
 
     def __init__(self, rows: Mapping[Any, Mapping[str, Any]]) -> None:
         self._rows = {key: dict(row) for key, row in rows.items()}
-        self._found: dict[int, list[dict[Any, Outcome]] | AssertionError] = {}
+        self._found: dict[int, dict[Any, list[Outcome] | str]] = {}
 
     def plain(self, key: Any) -> Outcome:
         """The run without the strategy."""
-        return self._outcomes(0)[0][key]
+        return self._outcomes(key, 0)[0]
 
     def piped(self, key: Any, stages: int) -> list[Outcome]:
         """The run in ``stages`` stages: what each rank saw."""
-        return [rank[key] for rank in self._outcomes(stages)]
+        return self._outcomes(key, stages)
 
-    def _outcomes(self, stages: int) -> list[dict[Any, Outcome]]:
+    def _outcomes(self, key: Any, stages: int) -> list[Outcome]:
+        """A row that has failed fails here, and no other."""
         if stages not in self._found:
-            try:
-                self._found[stages] = run_ranks(_fit_rows, max(stages, 1), self._rows, stages, timeout=300)
-            except AssertionError as error:  # do not run all of them again for each test
-                self._found[stages] = error
-        found = self._found[stages]
-        if isinstance(found, AssertionError):
-            raise found
+            self._found[stages] = _run_rows(self._rows, stages)
+        found = self._found[stages][key]
+        if isinstance(found, str):
+            raise AssertionError(found)
         return found
 
 
-def _fit_rows(rows: dict[Any, dict[str, Any]], stages: int) -> dict[Any, Outcome]:
-    found = {}
-    for key, row in rows.items():
+def _run_rows(rows: Mapping[Any, dict[str, Any]], stages: int) -> dict[Any, list[Outcome] | str]:
+    """What each rank saw of each row, or the text of what failed; after a failure others begin where it was."""
+    found: dict[Any, list[Outcome] | str] = {}
+    size = max(stages, 1)
+    while left := {key: row for key, row in rows.items() if key not in found}:
+        with tempfile.TemporaryDirectory() as folder:
+            results = try_ranks(_fit_rows, size, left, stages, folder, timeout=300)
+            for number, key in enumerate(left):
+                files = [Path(folder, f"{number}.{rank}") for rank in range(size)]
+                if not all(file.exists() for file in files):
+                    texts = [
+                        f"--- rank {rank}\n{result.text}" for rank, result in enumerate(results) if result is not None
+                    ]
+                    found[key] = "\n".join([f"row {key!r} failed", *texts])
+                    break
+                found[key] = [pickle.loads(file.read_bytes()) for file in files]
+    return found
+
+
+def _fit_rows(rows: dict[Any, dict[str, Any]], stages: int, folder: str) -> None:
+    """Leaves a file for each row that has run, up to the first that fails: processes may be out of step then."""
+    for number, row in enumerate(rows.values()):
         options = {"strategy": {}, "microbatches": 3, **row}
         strategy = {"stages": stages, "microbatches": options.pop("microbatches"), **options.pop("strategy")}
-        try:
-            found[key] = fit(**options, strategy=strategy if stages else None, devices=max(stages, 1))
-        except BaseException as error:
-            raise RuntimeError(f"row {key!r} failed") from error
-    return found
+        outcome = fit(**options, strategy=strategy if stages else None, devices=max(stages, 1))
+        path = Path(folder, f"{number}.{os.environ['LOCAL_RANK']}")
+        partial = Path(f"{path}.partial")
+        partial.write_bytes(pickle.dumps(outcome))
+        partial.rename(path)
 
 
 def whole(outcomes: list[Outcome]) -> dict[str, Tensor]:
