@@ -6,6 +6,7 @@ The number of examples is that of the hypothesis profile: ``HYPOTHESIS_PROFILE=m
 from __future__ import annotations
 
 import contextlib
+import importlib
 import re
 import tempfile
 from collections.abc import Iterator
@@ -52,6 +53,7 @@ def assert_equal_or_refused(run: RunSpec, pools: dict[int, WarmRanks]) -> None:
     reference = pools[1].run(train, run, int(run.model.draws), "1f1b")[0]
     if isinstance(reference, Failed):
         assert run.model.draws, f"the plain run fails:\n{reference.text}"
+        _note("refused")
         return _assert_refused(run, [reference.text])  # it is a pipeline as well, of one stage
     with tempfile.TemporaryDirectory() as folder:
         schedule = run.schedule
@@ -121,3 +123,15 @@ FOUND = {
 @pytest.mark.parametrize("case", FOUND)
 def test_found_before(ranks: dict[int, WarmRanks], case: str) -> None:
     assert_equal_or_refused(FOUND[case], ranks)
+
+
+def test_a_rank_that_cannot_read_its_example_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has not died: a module that changes while ranks are started anew is not a fault of the pipeline."""
+    source = tmp_path / "changing.py"
+    source.write_text("def work():\n    return 1\n", encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    work = importlib.import_module("changing").work
+    source.write_text("def work(\n", encoding="utf-8")
+    with warm_ranks(range(1, 2), 60) as pools:
+        assert "SyntaxError" in pools[1].run(work)[0].text
+        assert pools[1].run(len, "three") == [5]

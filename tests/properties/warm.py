@@ -78,7 +78,8 @@ class WarmRanks:
                 try:
                     results[rank] = pickle.loads(pipe.recv_bytes())  # type: ignore[union-attr]
                 except EOFError:
-                    results[rank] = Failed("died")
+                    self._processes[rank].join(5)
+                    results[rank] = Failed(f"died with exit code {self._processes[rank].exitcode}")
         return [results[rank] for rank in range(self._world_size)]
 
 
@@ -101,8 +102,9 @@ def _work(pipe: Connection, rank: int, world_size: int, port: int) -> None:
     os.environ.update(address, NODE_RANK="0", LOCAL_RANK=str(rank), OMP_NUM_THREADS="1")
     with contextlib.suppress(EOFError, BrokenPipeError):
         while True:
-            function, args = pickle.loads(pipe.recv_bytes())
+            sent = pipe.recv_bytes()
             try:
+                function, args = pickle.loads(sent)
                 result = function(*args)
             except BaseException:
                 result = Failed(traceback.format_exc())
