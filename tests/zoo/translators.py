@@ -75,6 +75,9 @@ NAME = "transformers"
 ENTRIES = {
     "t5": Entry(t5, NAME, "T5", "an encoder, a decoder, one embedding for both; right padding", microbatches=3),
     "t5 gated": Entry(t5_gated, NAME, "T5", "gated, untied head, gradient checkpointing"),
+    "t5 recomputed": Entry(
+        t5, NAME, "T5", "`activation_checkpointing=True`", strategy={"activation_checkpointing": True}
+    ),
     "bart": Entry(bart, NAME, "BART", "an encoder and a decoder, sdpa, `use_cache` as it comes"),
     "bart reentrant": Entry(
         bart_eager, NAME, "BART", "eager attention, `use_cache=False`, gradient checkpointing, `use_reentrant=True`"
