@@ -21,6 +21,7 @@ from lightning_pp.partition.switch import Switchboard
 from lightning_pp.planning import report, target
 from lightning_pp.planning.choose import choose
 from lightning_pp.planning.forecast import Forecast, Options, forecast
+from lightning_pp.planning.link import measure_link
 from lightning_pp.planning.measure import measure, switched
 from lightning_pp.planning.timing import Timer
 from lightning_pp.planning.work import Work
@@ -28,9 +29,7 @@ from lightning_pp.schedule import SCHEDULES
 
 __all__: list[str] = []
 
-_NO_TIMES = (
-    "--bandwidth needs --device-flops or --balance time: without times there is nothing to compare transfers with"
-)
+_NO_TIMES = "needs --device-flops or --balance time: without times there is nothing to compare transfers with"
 _UNITS = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
 _BINARY = {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40}
 
@@ -57,7 +56,8 @@ def add_plan(subparsers: Any) -> None:
     add("--devices", type=int, help="number of devices: P must divide it, the rest are replicas")
     add("--device-memory", type=_bytes, help="such as 80GB: says what fits, and recommends")
     add("--device-flops", type=_number, help="FLOPs a device does in a second, such as 300T: gives times")
-    add("--bandwidth", type=_bytes, help="bytes a second between two stages, such as 50GB; needs --device-flops")
+    add("--bandwidth", type=_bytes, help="bytes a second between two stages, such as 50GB")
+    add("--latency", type=_seconds, help="what every message takes besides, such as 20us")
     add("--json", action="store_true", help="print JSON")
     parser.set_defaults(answer=answer)
 
@@ -115,8 +115,11 @@ class _Question:
             layers=tuple(board.layers),
             flops_per_second=args.device_flops,
             bytes_per_second=args.bandwidth,
+            latency=args.latency or 0.0,
         )
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        if options.balance == "time" and device.type == "cpu":
+            options = _with_link(options, args)
         stages, number = strategy.get("stages"), strategy.get("microbatches")
         recomputed = args.activation_checkpointing or strategy.get("activation_checkpointing", False)
         given = args.schedule or strategy.get("schedule", "1f1b")
@@ -153,6 +156,8 @@ class _Question:
             "precision": self.precision,
             "activation_checkpointing": sorted(self.checkpointed),
             "timed_on": self.timer.device.type if self.timer is not None else None,
+            "latency": self.options.latency,
+            "bandwidth": self.options.bytes_per_second,
             "batch_size": work.batch_size,
             "devices": args.devices,
             "device_memory": args.device_memory,
@@ -200,13 +205,26 @@ def _balance(args: argparse.Namespace, strategy: dict[str, Any]) -> str:
     name: str = args.balance or strategy.get("balance", "flops")
     if name not in BALANCES:
         raise ValueError(f"balance={name!r}: use {', '.join(BALANCES)}")
-    if args.bandwidth is not None and args.device_flops is None and name != "time":
-        raise ValueError(_NO_TIMES)
+    for option, given in (("--bandwidth", args.bandwidth), ("--latency", args.latency)):
+        if given is not None and args.device_flops is None and name != "time":
+            raise ValueError(f"{option} {_NO_TIMES}")
     if name == "time" and args.device_flops is not None:
         raise ValueError(
             "--device-flops is for devices that are not here; --balance time measures seconds: leave one out"
         )
     return name
+
+
+def _with_link(options: Options, args: argparse.Namespace) -> Options:
+    """With what a message between processes takes on this machine, unless that is said."""
+    if args.bandwidth is not None and args.latency is not None:
+        return options
+    link = measure_link()
+    return replace(
+        options,
+        bytes_per_second=options.bytes_per_second or link.bytes_per_second,
+        latency=link.latency if args.latency is None else args.latency,
+    )
 
 
 def _title(facts: dict[str, Any], args: argparse.Namespace, chosen: Forecast | None) -> str:
@@ -269,6 +287,13 @@ def _number(text: str) -> float:
     if not 0 < number < float("inf"):
         raise argparse.ArgumentTypeError(f"{text!r}: a number above 0 is wanted, such as 80G or 3e14")
     return number
+
+
+def _seconds(text: str) -> float:
+    match = re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*(us|ms|s)", text.strip())
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r}: a time is wanted, such as 20us, 0.3ms or 0s")
+    return float(match[1]) * {"us": 1e-6, "ms": 1e-3, "s": 1.0}[match[2]]
 
 
 def _bytes(text: str) -> float:

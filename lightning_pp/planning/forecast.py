@@ -32,7 +32,8 @@ class Options:
         balance: What is balanced.
         layers: Names of all layers, for ``split``.
         flops_per_second: Of a device; None gives times in multiples of the work of one device.
-        bytes_per_second: Between two stages; None for messages that take no time.
+        bytes_per_second: Between two stages; None for messages whose size costs nothing.
+        latency: Seconds that every message takes besides.
     """
 
     stages: int
@@ -42,6 +43,7 @@ class Options:
     layers: Sequence[str] = ()
     flops_per_second: float | None = None
     bytes_per_second: float | None = None
+    latency: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,12 +259,17 @@ class _Step:
     in_flight: list[int]
 
 
+def _transfers(options: Options, sizes: Sequence[int], seconds_each: float | None) -> list[float]:
+    """What messages of these sizes take, in the unit of the costs; where nothing is sent, nothing."""
+    if seconds_each is None:
+        return [0.0] * len(sizes)
+    per_byte = 1 / options.bytes_per_second if options.bytes_per_second else 0.0
+    return [(options.latency + size * per_byte) / seconds_each if size else 0.0 for size in sizes]
+
+
 def _step(options: Options, num_mbs: int, costs: _Costs) -> _Step:
     num = options.stages
-    per_byte = 0.0
-    if costs.seconds_each and options.bytes_per_second:
-        per_byte = 1 / (options.bytes_per_second * costs.seconds_each)
-    there, back = ([size * per_byte for size in sizes] for sizes in (costs.received, costs.returned))
+    there, back = (_transfers(options, sizes, costs.seconds_each) for sizes in (costs.received, costs.returned))
     if 2 * num * num_mbs > _MANY and options.schedule in ticks.KNOWN:
         makespan = ticks.makespan(options.schedule, num_mbs, costs.forward, costs.backward, there, back)
         held = ticks.depths(options.schedule, num, num_mbs)

@@ -36,9 +36,12 @@ def backend_for(device: torch.device, wanted: str | None = None) -> str:
     return wanted or ("nccl" if device.type == "cuda" else "gloo")
 
 
-def make_group(name: str, rank: int, size: int, backend: str, timeout: timedelta) -> Any:
-    """Build a process group of ``size`` members, of which only they know; all must call with the same ``name``."""
-    store = dist.distributed_c10d.PrefixStore(f"lightning_pp/{name}", job_store())
+def make_group(name: str, rank: int, size: int, backend: str, timeout: timedelta, at: Any = None) -> Any:
+    """Build a process group of ``size`` members, of which only they know; all must call with the same ``name``.
+
+    They find each other through the store ``at``, by default the job's.
+    """
+    store = dist.distributed_c10d.PrefixStore(f"lightning_pp/{name}", job_store() if at is None else at)
     if backend == "gloo":
         return dist.ProcessGroupGloo(store, rank, size, timeout)
     if backend == "nccl":

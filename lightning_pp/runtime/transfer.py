@@ -16,6 +16,8 @@ __all__: list[str] = []
 
 #: round trips, of which the first does not count
 _TRIPS = 8
+#: seconds that one end computes before it sends: an end that has waited for so long is slower to wake, as in a step
+_PAUSE = 0.004
 
 
 def transfer_seconds(
@@ -47,25 +49,37 @@ def transfer_seconds(
         there, back = Edge(source, source + 1, Kind.F), Edge(source + 1, source, Kind.B)
         is_first = position == source
         sender, receiver = (senders[there], receivers[back]) if is_first else (senders[back], receivers[there])
-        seconds = _trips(sender, receiver, crossing[source + 1], device, is_first)
+        seconds = trip_seconds(sender, receiver, crossing[source + 1], device, is_first)
         found = seconds if is_first else found
     return found
 
 
-def _trips(sender: Sender, receiver: Receiver, specs: Specs, device: torch.device, is_first: bool) -> float:
+def trip_seconds(sender: Sender, receiver: Receiver, specs: Specs, device: torch.device, is_first: bool) -> float:
+    """Half a round trip of ``specs``, beginning at the end that ``is_first``; both ends of the two edges must call."""
     messages: list[Message] = [(-1, trip) for trip in range(_TRIPS)]
     receiver.expect(messages, lambda message: specs)
     tensors = [torch.zeros(spec.shape, dtype=spec.dtype, device=device) for spec in specs]
     seconds = []
     for message in messages:
         synchronise(device)
-        start = time.perf_counter()
         if is_first:
+            _compute()
+            start = time.perf_counter()
             sender.send(message, tensors)
-        receiver.take(message)
-        if not is_first:
+            receiver.take(message)
+            synchronise(device)
+            seconds.append(time.perf_counter() - start - _PAUSE)
+        else:
+            receiver.take(message)
+            synchronise(device)
+            _compute()
             sender.send(message, tensors)
-        synchronise(device)
-        seconds.append(time.perf_counter() - start)
     sender.finish()
-    return statistics.median(seconds[1:]) / 2
+    return max(0.0, statistics.median(seconds[1:]) / 2) if is_first else 0.0
+
+
+def _compute() -> None:
+    """Keep a core busy, and let the other end's fall asleep."""
+    end = time.perf_counter() + _PAUSE
+    while time.perf_counter() < end:
+        pass

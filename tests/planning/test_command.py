@@ -268,6 +268,8 @@ SIZES = ["--init-args", INIT, "--batch", BATCH, "--stages", "2"]
         ([GPT, *SIZES, "--device-memory", "80XB"], "'80X': a number above 0"),
         ([GPT, *SIZES, "--device-memory", "1MB"], "nothing fits in 1.00MB: the least is"),
         ([GPT, *SIZES, "--bandwidth", "1GB"], "--bandwidth needs --device-flops"),
+        ([GPT, *SIZES, "--latency", "1ms"], "--latency needs --device-flops"),
+        ([GPT, *SIZES, "--device-flops", "1T", "--latency", "5"], "'5': a time is wanted, such as 20us"),
         ([GPT, *SIZES, "--activation-checkpointing", "blocks.7"], "'blocks.7' is no layer of CharGPT. Give True"),
         ([GPT, *SIZES, "--devices", "3"], "--devices 3 is no multiple of --stages 2"),
         ([GPT, *SIZES, "--config", "none.yaml"], "--config none.yaml"),

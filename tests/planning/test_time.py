@@ -13,12 +13,14 @@ from torch import Tensor, nn
 
 from lightning_pp import BubbleMonitor
 from lightning_pp.__main__ import main
+from lightning_pp.planning.link import Link
 from tests.callbacks.sleeping import Sleepy
 from tests.launch import run_ranks
 from tests.models import Module
 from tests.training import Outcome, fit
 
 MICROBATCHES = 4
+FREE = ("--latency", "0s", "--bandwidth", "1P")
 
 
 class SixSleepy(Sleepy):
@@ -82,16 +84,18 @@ def importable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "plan_times", sys.modules[__name__])
 
 
-def plan(capsys: Any, model: str, batch: str, *args: str) -> dict[str, Any]:
-    assert main(["plan", f"plan_times:{model}", "--batch", batch, "--balance", "time", "--json", *args]) == 0
+def plan(capsys: Any, model: str, batch: str, *args: str, link: tuple[str, ...] = FREE) -> dict[str, Any]:
+    assert main(["plan", f"plan_times:{model}", "--batch", batch, "--balance", "time", "--json", *args, *link]) == 0
     return json.loads(capsys.readouterr().out)
 
 
 @pytest.mark.parametrize(("stages", "schedule"), [(2, "1f1b"), (3, "gpipe")])
 def test_the_bubble_is_that_of_a_run(capsys: Any, stages: int, schedule: str) -> None:
     sizes = ("--stages", str(stages), "--microbatches", str(MICROBATCHES), "--schedule", schedule)
-    found = plan(capsys, "SixSleepy", "[[8, 8], [8, 3]]", *sizes)
+    found = plan(capsys, "SixSleepy", "[[8, 8], [8, 3]]", *sizes, link=())
     (forecast,) = found["forecasts"]
+    assert 1e-6 < found["latency"] < 0.05
+    assert found["bandwidth"] > 1e6
     assert found["timed_on"] == ("cuda" if torch.cuda.is_available() else "cpu")
     bounds = forecast["bounds"]
     for position, stage in enumerate(forecast["stages"]):
@@ -120,14 +124,50 @@ def quietest(stages: int, schedule: str, calls: list[int]) -> dict[str, float]:
 def test_recomputing_takes_a_second_forward_and_messages_take_their_time(capsys: Any) -> None:
     sizes = ("--stages", "2", "--microbatches", "4", "--split", "net.3")
     (plain,) = plan(capsys, "SixSleepy", "[[8, 8], [8, 3]]", *sizes)["forecasts"]
-    again = ("--activation-checkpointing", "net.2,net.5", "--bandwidth", "1k")
-    (slow,) = plan(capsys, "SixSleepy", "[[8, 8], [8, 3]]", *sizes, *again)["forecasts"]
+    again = ("--activation-checkpointing", "net.2,net.5")
+    link = ("--latency", "0s", "--bandwidth", "1k")
+    (slow,) = plan(capsys, "SixSleepy", "[[8, 8], [8, 3]]", *sizes, *again, link=link)["forecasts"]
     for stage, one, other in zip((0, 1), plain["stages"], slow["stages"], strict=True):
         assert other["forward_seconds"] == pytest.approx(one["forward_seconds"], abs=0.01)
         forward = SixSleepy.forward_seconds[2 if stage == 0 else 5]
         assert other["backward_seconds"] == pytest.approx(one["backward_seconds"] + forward, abs=0.01)
     # 2 samples of 8 float32 at 1000 bytes a second: at least the first and the last message are waited for
     assert slow["seconds"] > plain["seconds"] + 4 * 0.04 + 2 * 0.064 - 0.02
+
+
+def test_every_message_has_its_latency(capsys: Any) -> None:
+    sizes = ("--stages", "2", "--microbatches", "4", "--split", "net.3", "--schedule", "gpipe")
+    arguments = [
+        "plan",
+        "plan_times:SixSleepy",
+        "--batch",
+        "[[8, 8], [8, 3]]",
+        "--device-flops",
+        "1M",
+        "--json",
+        *sizes,
+    ]
+    seconds = []
+    for latency in ("0s", "10us", "0.1ms"):
+        assert main([*arguments, "--latency", latency]) == 0
+        (forecast,) = json.loads(capsys.readouterr().out)["forecasts"]
+        seconds.append(forecast["seconds"])
+    # the first forward and the last backward are waited for, what is between arrives while others are computed
+    assert seconds[1] - seconds[0] == pytest.approx(2 * 10e-6)
+    assert seconds[2] - seconds[0] == pytest.approx(2 * 0.1e-3)
+
+
+def test_what_is_said_of_the_link_is_not_measured(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_pp.planning.command.measure_link", lambda: Link(0.5, 4e6))
+    sizes = ("--stages", "2", "--microbatches", "2")
+    for link, expected in (
+        ((), (0.5, 4e6)),
+        (("--latency", "0s"), (0.0, 4e6)),
+        (("--bandwidth", "1k"), (0.5, 1e3)),
+        (FREE, (0.0, 1e15)),
+    ):
+        found = plan(capsys, "Rotated", '[[8, 8], "int64[8]"]', *sizes, link=link)
+        assert (found["latency"], found["bandwidth"]) == expected
 
 
 def test_layers_are_timed_with_what_they_are_called_with(capsys: Any) -> None:

@@ -152,7 +152,7 @@ SCHEDULE_OPTIONS = [
 ]  # fmt: skip
 PLAN_OPTIONS = [
     "--batch", "--stages", "--microbatches", "--device-memory", "--device-flops", "--bandwidth", "--balance",
-    "--schedule", "--layers", "--split", "--json", "--optimizer", "--config",
+    "--latency", "--schedule", "--layers", "--split", "--json", "--optimizer", "--config",
 ]  # fmt: skip
 
 
