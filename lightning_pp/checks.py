@@ -11,7 +11,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_pp.compat import callbacks, is_overridden
+from lightning_pp.compat import callbacks, is_overridden, takes_iterator
 from lightning_pp.optimization import precision
 from lightning_pp.weights.ownership import Ownership
 
@@ -94,6 +94,19 @@ def _check_module(module: LightningModule) -> None:
                 f"{name}.{path} has lazy parameters, whose shapes are not known yet. Run one batch through the model"
                 " before `fit`, or give the sizes."
             )
+
+
+def check_takes_batches(trainer: Trainer, module: LightningModule) -> None:
+    """Check that ``training_step`` is given batches, and not the loader's iterator.
+
+    Raises:
+        MisconfigurationException: It takes the iterator.
+    """
+    if takes_iterator(trainer):
+        raise MisconfigurationException(
+            f"{type(module).__name__}.training_step takes `dataloader_iter`. A pipeline cuts the batch itself: take"
+            " `batch, batch_idx`."
+        )
 
 
 def _check_gradients_are_dense(module: LightningModule, num_replicas: int) -> None:

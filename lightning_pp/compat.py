@@ -14,6 +14,7 @@ from lightning.fabric.utilities.distributed import _init_dist_connection
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelSummary, ThroughputMonitor
 from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
+from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
@@ -196,6 +197,25 @@ def callbacks(trainer: Trainer) -> list[Callback]:
 def is_window_start(trainer: Trainer) -> bool:
     """Whether zero_grad follows this training step (see ``_AutomaticOptimization._make_zero_grad_fn``)."""
     return trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0
+
+
+#: what a strategy returns for a training step that has returned None
+LEFT_OUT = object()
+
+
+class _Result(ClosureResult):
+    """Lets a batch be left out where Lightning refuses to, since the processes of one pipeline agree on it."""
+
+    @classmethod
+    def from_training_step_output(cls, training_step_output: Any, normalize: int = 1) -> ClosureResult:
+        if training_step_output is LEFT_OUT:
+            return cls(closure_loss=None)
+        return super().from_training_step_output(training_step_output, normalize)
+
+
+def let_batches_be_left_out(trainer: Trainer) -> None:
+    """Take ``LEFT_OUT`` from the strategy for None, which Lightning does not take from one of several processes."""
+    trainer.fit_loop.epoch_loop.automatic_optimization.output_result_cls = _Result
 
 
 def skips_backward(trainer: Trainer) -> bool:

@@ -21,7 +21,7 @@ from lightning_pp.metrics.shared import SharedMetrics
 from lightning_pp.partition.layers import chosen_layers, find_layers
 from lightning_pp.partition.random_state import preserved
 from lightning_pp.partition.switch import Switchboard
-from lightning_pp.partition.trace import Trace
+from lightning_pp.partition.trace import Trace, TraceError
 from lightning_pp.runtime.comm import Clock, backend_for
 from lightning_pp.runtime.engine import Engine
 from lightning_pp.runtime.events import Recorder, StepRecord
@@ -33,7 +33,7 @@ from lightning_pp.runtime.mesh import Mesh
 from lightning_pp.runtime.planner import Cut, CutOptions, Planner
 from lightning_pp.runtime.stage import Stage
 from lightning_pp.schedule import Lowered, Schedule, build, forward_only, lower, placement_of
-from lightning_pp.steps.jobs import StepRunner, split, whole_step
+from lightning_pp.steps.jobs import StepRunner, about_size, split, whole_step
 from lightning_pp.steps.logs import is_in_step
 from lightning_pp.weights.copies import Copies
 from lightning_pp.weights.materialise import Construction
@@ -156,6 +156,16 @@ class Pipeline:
         if self.engine.recorder is not None and not self.engine.recorder.unsubscribe(listener):
             self.engine.recorder = None
 
+    def begin_step(self, number: int) -> None:
+        """Training on batch ``number`` begins."""
+        if self.engine.recorder is not None:
+            self.engine.recorder.begin(number)
+
+    def forget_step(self) -> None:
+        """The step that has begun trains nothing, and is not for those who listen."""
+        if self.engine.recorder is not None:
+            self.engine.recorder.forget()
+
     def mark(self, what: str) -> None:
         """Something outside of the engine has ended."""
         if self.engine.recorder is not None:
@@ -210,7 +220,8 @@ class Pipeline:
             except NoBatchError:  # an empty loader: Lightning has warned of it, and runs no step
                 self._gather_cuts(None)
                 return False
-            part = split(self._module, batch, self._num_microbatches).batches[0]
+            parts = split(self._module, batch, self._num_microbatches)
+            part = parts.batches[0]
             step = whole_step(self._module, name, part, rest, context)
             options = CutOptions(
                 len(self._placement), self._num_microbatches, self._arguments.split, self._arguments.balance
@@ -219,6 +230,8 @@ class Pipeline:
                 trace = planner.decide(name, step, options, self._agree)
             except NoBatchError:  # another process has none
                 return False
+            except TraceError as error:
+                raise TraceError(f"{error}{about_size(parts.sizes[0], parts)}") from error
         assert planner.cut is not None
         if self._mesh.num_stages > 1:
             rank_zero_info(_partition_text(self._module, trace, planner.cut))

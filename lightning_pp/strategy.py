@@ -11,7 +11,6 @@ from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any, Literal
 
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -31,6 +30,7 @@ from lightning_pp.runtime.comm import job_store
 from lightning_pp.runtime.rng import run_seed
 from lightning_pp.schedule import AUTO
 from lightning_pp.steps import kept
+from lightning_pp.steps.jobs import Prepared
 from lightning_pp.weights.materialise import Construction
 from lightning_pp.weights.ownership import Ownership
 
@@ -172,11 +172,8 @@ class PipelineStrategy(OptimizingProcesses):
         self._is_cutting = True
         loop.setup_data()
         self._is_cutting = False
-        if name == "training_step" and compat.takes_iterator(trainer):
-            raise MisconfigurationException(
-                f"{type(module).__name__}.training_step takes `dataloader_iter`. A pipeline cuts the batch itself: take"
-                " `batch, batch_idx`."
-            )
+        if name == "training_step":
+            checks.check_takes_batches(trainer, module)
         combined = compat.combined_loader(loop)
 
         def first_arguments() -> list[Any]:
@@ -187,8 +184,9 @@ class PipelineStrategy(OptimizingProcesses):
         first = first_arguments if has_data else None
         pipeline.cut(name, first, self._contexts()[name], self.optimizers, self._construction)
         if name == "training_step":
-            is_auto = self.arguments.schedule == AUTO
-            self._depth = DepthChooser(pipeline, self.num_stages, self.root_device) if is_auto else None
+            self._depth = None
+            if self.arguments.schedule == AUTO:
+                self._depth = DepthChooser(pipeline, self.num_stages, self.root_device)
             checks.warn_about_batch_norm(module, self.arguments.num_microbatches(self.num_stages), rank_zero_warn)
             self._agree_on_steps(pipeline)
         callbacks = compat.callbacks(trainer)
@@ -235,8 +233,7 @@ class PipelineStrategy(OptimizingProcesses):
         keeps_old = not window_start or compat.watches(trainer, module, "on_before_zero_grad", "optimizer_zero_grad")
         if self._depth is not None:
             self._depth.before_step()
-        if pipeline.engine.recorder is not None:
-            pipeline.engine.recorder.begin(trainer.fit_loop.total_batch_idx)
+        pipeline.begin_step(trainer.fit_loop.total_batch_idx)
         step = pipeline.runner.prepare(
             "training_step",
             args,
@@ -244,6 +241,10 @@ class PipelineStrategy(OptimizingProcesses):
             trainer.fit_loop.total_batch_idx,
             trainer.accumulate_grad_batches,
         )
+        if step.is_left_out:
+            pipeline.forget_step()
+            self._run(step)
+            return compat.LEFT_OUT
         if self._depth is not None:
             self._depth.job = step.job
         step.job.backward_done = pipeline.gradients.backward_done
@@ -279,10 +280,13 @@ class PipelineStrategy(OptimizingProcesses):
         runner = self.pipeline.runner
         number = compat.evaluation_batch(self._module().trainer)
         with self._explaining():
-            step = runner.prepare(name, (*args, *kwargs.values()), self._contexts()[name], number)
-            with runner.running(step):
-                results = self.pipeline.engine.run(step.job)
-            return runner.finish(step, results)
+            return self._run(runner.prepare(name, (*args, *kwargs.values()), self._contexts()[name], number))
+
+    def _run(self, step: Prepared) -> Any:
+        """Run a step that trains nothing."""
+        with self.pipeline.runner.running(step):
+            results = self.pipeline.engine.run(step.job)
+        return self.pipeline.runner.finish(step, results)
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:

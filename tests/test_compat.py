@@ -62,6 +62,16 @@ def test_the_end_of_an_accumulation_window() -> None:
     assert callable(Trainer(logger=False, enable_checkpointing=False, accelerator="cpu").fit_loop._should_accumulate)
 
 
+def test_a_batch_is_left_out_where_lightning_would_refuse() -> None:
+    trainer = Trainer(logger=False, enable_checkpointing=False, accelerator="cpu")
+    compat.let_batches_be_left_out(trainer)
+    loop = trainer.fit_loop.epoch_loop.automatic_optimization
+    left_out = loop.output_result_cls.from_training_step_output(compat.LEFT_OUT)
+    assert left_out.closure_loss is left_out.loss is None
+    assert loop.output_result_cls.from_training_step_output(torch.ones(()), 2).closure_loss == 0.5
+    assert "output_result_cls.from_training_step_output" in inspect.getsource(type(loop)._training_step)
+
+
 def test_signal_handlers_are_looked_up_when_they_are_registered() -> None:
     trainer = Trainer(logger=False, enable_checkpointing=False, accelerator="cpu", barebones=True)
     connector = trainer._signal_connector

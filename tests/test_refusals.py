@@ -207,6 +207,25 @@ def test_batch_norm_is_warned_about_once() -> None:
     assert "'body.3' is a BatchNorm1d" in texts[0]
 
 
+class BatchNormed(MLP):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[3] = torch.nn.BatchNorm1d(8)
+
+
+@pytest.mark.parametrize(("microbatches", "samples"), [(8, 8), (3, 5)])
+def test_micro_batches_of_one_sample_may_be_too_small(microbatches: int, samples: int) -> None:
+    """Those of the first batch, and those of a last one that is smaller than the others."""
+    for failure in try_ranks(fit_batch_normed, 2, microbatches):
+        assert "Expected more than 1 value per channel when training" in failure.text
+        assert f"The micro-batch holds one of the batch's {samples} samples." in failure.text
+        assert "use fewer microbatches or a larger batch_size" in failure.text
+
+
+def fit_batch_normed(microbatches: int) -> None:
+    fit("MLP", {"stages": 2, "microbatches": microbatches}, devices=2, cls=BatchNormed)
+
+
 def warnings_of_batch_norm() -> list[str]:
     import warnings
 

@@ -143,6 +143,11 @@ class Table:
         self._rows = {key: dict(row) for key, row in rows.items()}
         self._found: dict[int, dict[Any, list[Outcome] | str]] = {}
 
+    @property
+    def keys(self) -> list[Any]:
+        """Of the rows."""
+        return list(self._rows)
+
     def plain(self, key: Any) -> Outcome:
         """The run without the strategy."""
         return self._outcomes(key, 0)[0]
@@ -214,6 +219,9 @@ def assert_same(reference: Outcome, outcomes: list[Outcome], tolerance: float = 
         assert outcome.global_step == reference.global_step
         assert len(outcome.outputs) == len(reference.outputs)
         for ours, theirs in zip(outcome.outputs, reference.outputs, strict=True):
+            assert bool(ours) == bool(theirs), "a batch was left out by one of them"
+            if not theirs:
+                continue
             torch.testing.assert_close(ours["loss"], theirs["loss"], atol=tolerance, rtol=0)
         assert outcome.batches == reference.batches, f"rank {rank} saw other batches"
         _assert_metrics(reference.final, outcome.final, tolerance)

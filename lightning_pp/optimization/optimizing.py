@@ -44,6 +44,7 @@ class OptimizingProcesses(CheckpointedProcesses):
         watched = torch.tensor([compat.watches(module.trainer, module, hook) for hook in _HOOKS], dtype=torch.int64)
         if pipeline.group is not None:  # a callback may be there on one rank only
             all_reduce(watched, pipeline.host_group, dist.ReduceOp.MAX)
+        compat.let_batches_be_left_out(module.trainer)
         self._watched = frozenset(hook for hook, count in zip(_HOOKS, watched.tolist(), strict=True) if count)
 
     @override

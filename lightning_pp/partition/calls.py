@@ -22,6 +22,13 @@ TimeCall = Callable[[nn.Module, tuple[Any, ...], dict[str, Any], torch.device], 
 #: what a layer may return besides tensors: it is the same on every stage
 CONSTANTS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, Enum, tree.Slot)
 
+#: what to do about a training step that returns None at times
+LEFT_OUT = (
+    "A step that returns None leaves its batch out. In a pipeline all stages must know that beforehand, from shapes or"
+    " plain values of the batch and for all of its micro-batches alike: decide it in the dataset or in collate_fn, and"
+    " let the batch carry a bool (`if batch['is_left_out']: return None`)."
+)
+
 
 class TraceError(ValueError):
     """A step cannot be cut into stages as it stands; the message says why and what to do."""
@@ -99,6 +106,7 @@ class Trace:
         draws: Whether glue draws from torch's generators.
         draws_python: Whether the step draws from :mod:`random` or numpy.
         updated: Buffers that hold values of layers after the step: only the last stage's copy is right.
+        returns_none: Whether the step itself returned None, whatever it has logged.
     """
 
     calls: tuple[Call, ...]
@@ -108,6 +116,7 @@ class Trace:
     draws: bool
     draws_python: bool
     updated: frozenset[str] = frozenset()
+    returns_none: bool = False
     _last_use: dict[tuple[int, int], int] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

@@ -51,7 +51,7 @@ def trace_step(
     """Trace ``step``; nothing that it does to the model, the batch or a random state remains.
 
     Args:
-        step: Runs the user's step on one micro-batch.
+        step: Runs the user's step on one micro-batch; gives what it returns, or a tuple of that and of further values.
         model: The module that ``step`` belongs to, with the layers of ``board`` inside.
         board: The switched layers.
         device: Where the layers will run.
@@ -119,6 +119,7 @@ class _Tracer:
             updated=frozenset(
                 name for name, buffer in self.model.named_buffers() if outputs_of(self.provenance.of(buffer))
             ),
+            returns_none=result is None or (isinstance(result, tuple) and bool(result) and result[0] is None),
         )
 
     def run_again(self, step: Callable[[], Any], first: Trace) -> Trace:

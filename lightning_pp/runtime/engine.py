@@ -261,7 +261,8 @@ class Engine:
             raise RuntimeError(
                 f"What crosses from stage {stage - 1} to {stage} changed between micro-batches of the same"
                 f" shapes: first {_listed(known)}, now {_listed(tuple(map(Spec.of, tensors)))}. Shapes and dtypes of"
-                " layer outputs may depend on the shapes of the batch, but not on its values."
+                " layer outputs may depend on the shapes of the batch, but not on its values: do such work inside a"
+                " layer, and let what it returns keep its shape and dtype."
             )
         task.sender.send(task.message, tensors)
 

@@ -96,6 +96,10 @@ class Recorder:
         self._number = number
         self._open = [("begin", self._clock.mark())]
 
+    def forget(self) -> None:
+        """The step that has begun is not for the listeners."""
+        self._open = None
+
     def mark(self, what: Op | str) -> None:
         """``what`` has ended; it began when what was marked before had ended."""
         if self._open is not None:

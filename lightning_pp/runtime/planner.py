@@ -125,6 +125,11 @@ class Planner:
         timer = time_call if options.balance == "time" and options.split is None else None
         with self._tracing():
             trace = trace_step(step, self._model, self._board, self._device, twice=True, time_call=timer)
+        if trace.returns_none and name == "training_step":
+            raise ValueError(
+                f"{type(self._model).__name__}.training_step must return the loss for the first batch, by which the"
+                " model is cut; it returned None. Let the first batch be one that is trained on."
+            )
         number = len(trace.calls)
         if options.num_stages > max(number, 1):
             raise ValueError(

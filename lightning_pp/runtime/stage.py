@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_pp.partition import tree
-from lightning_pp.partition.calls import Argument, Call, Trace, plain_value, rebuild, stand_in_for
+from lightning_pp.partition.calls import LEFT_OUT, Argument, Call, Trace, plain_value, rebuild, stand_in_for
 from lightning_pp.partition.plan import Segment
 from lightning_pp.partition.switch import Switchboard
 from lightning_pp.runtime import rng
@@ -161,10 +161,12 @@ class Frame:
             result = self._capture(index, call, args, kwargs, result)
         return result
 
-    def end(self) -> None:
+    def end(self, result: object) -> None:
         """Say that the step has returned; complains about layers that it left out."""
         if self._cursor < self._layout.stop:
-            raise self._changed(None)
+            error = self._changed(None)
+            is_none = result is None and self._layout.trains
+            raise ChangedStepError(f"{error} {LEFT_OUT}") if is_none else error
 
     def _compute(
         self, call: Call, seed: int | None, compute: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -263,7 +265,7 @@ class Stage:
             before, board.handler = board.handler, frame
             try:
                 result = step()
-                frame.end()
+                frame.end(result)
             except StageEnd:
                 pass
             finally:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lightning_pp.metrics.shared import SharedMetrics
 from lightning_pp.partition import tree
+from lightning_pp.partition.calls import LEFT_OUT
 from lightning_pp.partition.random_state import preserved
 from lightning_pp.partition.switch import without_fast_path
 from lightning_pp.partition.trace import TraceError
@@ -23,7 +24,7 @@ from lightning_pp.runtime.groups import Replicas
 from lightning_pp.runtime.job import Job
 from lightning_pp.runtime.planner import Planner, StepPlan
 from lightning_pp.schedule import Lowered
-from lightning_pp.steps import reports
+from lightning_pp.steps import left_out, reports
 from lightning_pp.steps.kept import KeptValues
 from lightning_pp.steps.logs import LogRecorder, replay, replay_objects
 from lightning_pp.steps.union import over_replicas
@@ -89,9 +90,20 @@ def whole_step(
     return step
 
 
+def about_size(size: int | None, parts: Parts) -> str:
+    """What to say of a micro-batch that could not be planned, where the whole batch might have been."""
+    if size != 1 or len(parts.batches) == 1:
+        return ""
+    return (
+        f" The micro-batch holds one of the batch's {sum(size or 0 for size in parts.sizes)} samples. What takes"
+        " statistics over samples (BatchNorm) or drops dims of size 1 (squeeze) needs more of them: use fewer"
+        " microbatches or a larger batch_size, and drop_last=True where it is the last batch that is small."
+    )
+
+
 @dataclass(slots=True)
 class Prepared:
-    """One step that is ready to run."""
+    """One step that is ready to run; ``is_left_out`` where it will return None, so that nothing is trained."""
 
     name: str
     job: Job
@@ -100,6 +112,7 @@ class Prepared:
     recorder: LogRecorder
     context: Callable[[], AbstractContextManager[None]]
     checksum: Tensor | None
+    is_left_out: bool = False
 
 
 class StepRunner:
@@ -184,15 +197,21 @@ class StepRunner:
                 return function(parts.batches[mb], *rest)
 
         training = accumulated is not None
+        is_left_out = training and left_out.is_left_out(
+            type(self._module).__name__,
+            plans,
+            lambda: self._plan(name, batch, rest, context, self._mode()),
+            self._replicas.size,
+        )
         job = Job(
-            lowered=self._programs(len(parts.batches), training),
+            lowered=self._programs(len(parts.batches), training and not is_left_out),
             step=step,
             plans=[plan.signature_plan for plan in plans],
-            loss_of=self._loss_of if training else None,
-            scales=self._scales(parts, accumulated) if accumulated else (),
+            loss_of=self._loss_of if training and not is_left_out else None,
+            scales=self._scales(parts, accumulated) if accumulated and not is_left_out else (),
         )
         checksum = None if self._flush.is_alone else microbatch.checksum(batch, self._device)
-        return Prepared(name, job, parts, plans, recorder, context, checksum)
+        return Prepared(name, job, parts, plans, recorder, context, checksum, is_left_out)
 
     def running(self, prepared: Prepared) -> AbstractContextManager[Any]:
         """The contexts in which the engine runs the job."""
@@ -230,31 +249,46 @@ class StepRunner:
             return [float("nan")] * len(parts.batches)
         return [(weight * parts.total if parts.total else 0.0) / total / accumulated for weight in parts.weights]
 
-    def _plans(
-        self, name: str, parts: Parts, rest: Sequence[Any], context: Callable[[], AbstractContextManager[None]]
-    ) -> list[StepPlan]:
-        mode = (
+    def _mode(self) -> tuple[bytes, bytes]:
+        """What of the module decides over a plan."""
+        return (
             bytes(parameter.requires_grad for parameter in self._module.parameters()),
             bytes(module.training for module in self._module.modules()),
         )
+
+    def _plans(
+        self, name: str, parts: Parts, rest: Sequence[Any], context: Callable[[], AbstractContextManager[None]]
+    ) -> list[StepPlan]:
+        mode = self._mode()
         by_size: dict[int | None, StepPlan] = {}
         plans = []
         for part, size in zip(parts.batches, parts.sizes, strict=True):
             plan = by_size.get(size)
             if plan is None or hasattr(self._module, "split_batch"):
-                key = (microbatch.signature(part), mode)
-                step = whole_step(self._module, name, part, rest, context)
-                try:
-                    plan = self._planner.plan(name, key, step)
-                except TraceError as error:
-                    raise MisconfigurationException(f"{name}: {error}") from error
-                by_size[size] = plan
+                plan = by_size[size] = self._plan(name, part, rest, context, mode, about_size(size, parts))
             plans.append(plan)
         return plans
+
+    def _plan(
+        self,
+        name: str,
+        part: Any,
+        rest: Sequence[Any],
+        context: Callable[[], AbstractContextManager[None]],
+        mode: object,
+        hint: str = "",
+    ) -> StepPlan:
+        step = whole_step(self._module, name, part, rest, context)
+        try:
+            return self._planner.plan(name, (microbatch.signature(part), mode), step)
+        except TraceError as error:
+            raise MisconfigurationException(f"{name}: {error}{hint}") from error
 
     def _output(self, prepared: Prepared, results: Mapping[int, Any]) -> Any:
         parts = prepared.parts
         outputs = [results[mb] for mb in range(len(parts.batches))]
+        if prepared.is_left_out:
+            left_out.check_results(type(self._module).__name__, outputs)
         if prepared.job.loss_of is None:
             return microbatch.join(outputs, parts.sizes, parts.weights)
         loss = microbatch.weighted_mean([self._loss_of(output) for output in outputs], parts.weights)
@@ -270,7 +304,6 @@ class StepRunner:
         if not isinstance(loss, Tensor):
             raise MisconfigurationException(
                 f"{type(self._module).__name__}.training_step must return the loss, a tensor or a dict with the key"
-                f" 'loss', for every micro-batch; it returned {type(output).__name__}. Skipping a step by returning"
-                " None is not possible in a pipeline."
+                f" 'loss', for every micro-batch; it returned {type(output).__name__}. {LEFT_OUT}"
             )
         return loss
