@@ -69,6 +69,19 @@ Learn = Callable[[Message, Specs], None]
 """Told the specs that came as a header with a message."""
 
 
+@dataclass(frozen=True, slots=True)
+class Notes:
+    """Small numbers that some messages bring with them in host memory.
+
+    Attributes:
+        size: How many go with a message whose specs are known; 0 for none.
+        read: Told them, in the order of the messages and before any that follows is looked at.
+    """
+
+    size: Callable[[Message], int]
+    read: Callable[[Message, list[int]], None]
+
+
 def gradient_specs(specs: Specs) -> Specs:
     """What the gradients of a message look like."""
     return tuple(Spec(spec.shape, spec.dtype, False) for spec in specs if spec.requires_grad)
@@ -101,9 +114,17 @@ class Sender:
         self._label = label or Label()
         self._under_way: deque[tuple[Message, list[Pending]]] = deque()
 
-    def send(self, message: Message, tensors: Sequence[Tensor], header: Specs | None = None) -> None:
+    def send(
+        self,
+        message: Message,
+        tensors: Sequence[Tensor],
+        header: Specs | None = None,
+        note: Sequence[int] | None = None,
+    ) -> None:
         """Start to send one message, behind a header where its specs are news; returns before it has arrived."""
         parts = [] if header is None else self._send_header(header)
+        if note is not None:
+            parts.append(self._header_peer.send(torch.tensor(note, dtype=torch.uint8)))
         parts += [self._peer.send(tensor) for tensor in tensors if tensor.numel()]
         if not parts:
             return
@@ -150,23 +171,27 @@ class Receiver:
         self._header_peer = header_peer
         self._label = label or Label()
         self._expected: deque[Message] = deque()
-        self._posted: deque[tuple[Message, list[Pending | Tensor]]] = deque()
+        self._posted: deque[tuple[Message, list[Pending | Tensor], Pending | None]] = deque()
         self._early: dict[Message, list[Pending | Tensor]] = {}
         self._prompt: set[Message] = set()
         self._known: Known = lambda message: None
         self._learn: Learn | None = None
+        self._notes: Notes | None = None
 
-    def expect(self, messages: Sequence[Message], known: Known, learn: Learn | None = None) -> None:
+    def expect(
+        self, messages: Sequence[Message], known: Known, learn: Learn | None = None, notes: Notes | None = None
+    ) -> None:
         """Say what will come, in order, and start to receive ahead; all that was said before has been taken.
 
         Args:
             messages: The messages of one batch.
             known: What is known of a message; None says that it comes with a header.
             learn: Is told what a header says; None where no message has one.
+            notes: Which messages have a note; None for none.
         """
         assert not self._expected, "the batch before has not been taken"
         assert not self.num_waiting, "the batch before has not been taken"
-        self._known, self._learn = known, learn
+        self._known, self._learn, self._notes = known, learn, notes
         self._expected.extend(messages)
         self._post(DEPTH, may_wait=False)
 
@@ -177,8 +202,10 @@ class Receiver:
             while message not in self._early:
                 if not self._posted:
                     self._post(1, may_wait=True)
-                first, parts = self._posted.popleft()
+                first, parts, note = self._posted.popleft()
                 self._early[first] = parts
+                if note is not None and self._notes is not None:
+                    self._notes.read(first, note.wait().tolist())
             parts = self._early.pop(message)
             self._post(1, may_wait=False)
             tensors = [part if isinstance(part, Tensor) else part.wait() for part in parts]
@@ -219,7 +246,12 @@ class Receiver:
                 specs = self._receive_header()
                 self._learn(message, specs)
             self._expected.popleft()
-            self._posted.append((message, [self._start(spec) for spec in specs]))
+            note = self._start_note(message)
+            self._posted.append((message, [self._start(spec) for spec in specs], note))
+
+    def _start_note(self, message: Message) -> Pending | None:
+        size = self._notes.size(message) if self._notes is not None else 0
+        return self._header_peer.receive((size,), torch.uint8) if size else None
 
     def _start(self, spec: Spec) -> Pending | Tensor:
         if spec.is_empty:

@@ -20,6 +20,7 @@ from lightning_pp.runtime.held import HeldBytes
 from lightning_pp.runtime.job import Job, SignaturePlan
 from lightning_pp.runtime.profiling import is_profiling, named_ranges
 from lightning_pp.runtime.program import Key, Program, Task, prepare
+from lightning_pp.runtime.returned import Outgoing, Returns, there
 from lightning_pp.runtime.stage import Layout, Stage
 from lightning_pp.runtime.transfer import transfer_seconds
 from lightning_pp.schedule import Edge, Kind, Lowered, Op, mark
@@ -81,8 +82,9 @@ class Engine:
         self._receivers = dict(receivers)
         self._inbox: dict[Key, list[Tensor]] = {}
         self._outbox: dict[Key, list[Tensor]] = {}
-        self._grads_in: dict[Key, list[Tensor]] = {}
-        self._grads_out: dict[Key, list[Tensor]] = {}
+        self._grads_in: dict[Key, list[Tensor | None]] = {}
+        self._grads_out: dict[Key, Outgoing] = {}
+        self._returns = Returns((), frozenset())
         self._saved: dict[Key, _Saved] = {}
         self._programs: dict[int, tuple[Lowered, Program]] = {}
         self._failed: str | None = None
@@ -181,11 +183,12 @@ class Engine:
         for sender, window in program.windows:
             sender.window = window
         plans = job.plans
+        self._returns = returns = Returns(plans, program.first_gradients)
         for receiver, kind, messages in program.incoming:
             if kind is Kind.F:
                 receiver.expect(messages, partial(_known_activation, plans), partial(_learn, plans))
             else:
-                receiver.expect(messages, partial(_known_gradient, plans))
+                receiver.expect(messages, returns.known, returns.learn, returns.notes)
 
     def _drop(self, reason: str) -> None:
         """Forget what is under way; a pipeline with channels does not go on, as their messages are out of step."""
@@ -231,16 +234,19 @@ class Engine:
     def _backward(self, job: Job, task: Task) -> None:
         key = task.key
         saved = self._saved.pop(key)
-        grads = self._grads_in.pop(key) if saved.root_grads is None else saved.root_grads
-        if saved.roots:
-            self._stage.backward(saved.layout, saved.roots, grads, saved.received)
+        roots, grads = saved.roots, saved.root_grads
+        if grads is None:
+            roots, grads = there(roots, self._grads_in.pop(key))
+        if roots:
+            self._stage.backward(saved.layout, roots, grads, saved.received)
         if task.is_last and job.backward_done is not None:
             job.backward_done()
         if key[0] == 0:
             return
-        made = [_grad_of(tensor) for tensor in saved.received if tensor.requires_grad]
+        received = [tensor for tensor in saved.received if tensor.requires_grad]
+        made = [tensor.grad for tensor in received]
         if task.neighbour is None:
-            self._grads_out[key] = made
+            self._grads_out[key] = self._returns.outgoing((key[0] - 1, key[1]), received, made)
         else:
             self._grads_in[task.neighbour] = made
 
@@ -275,10 +281,11 @@ class Engine:
 
     def _send_gradient(self, job: Job, task: Task) -> None:
         assert task.sender is not None
-        task.sender.send(task.message, self._grads_out.pop(task.key))
+        out = self._grads_out.pop(task.key)
+        task.sender.send(task.message, out.tensors, out.header, out.note)
 
     def _receive_gradient(self, job: Job, task: Task) -> None:
-        self._grads_in[task.key] = self._take(task)
+        self._grads_in[task.key] = self._returns.incoming(task.message, self._take(task))
 
     def _take(self, task: Task) -> list[Tensor]:
         receiver = task.receiver
@@ -317,10 +324,6 @@ def _cut_off(tensor: Tensor) -> Tensor:
     return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
-def _grad_of(tensor: Tensor) -> Tensor:
-    return tensor.grad if tensor.grad is not None else torch.zeros_like(tensor)
-
-
 def _detached(result: Any) -> Any:
     """What a step returned, without its graph, so that nothing of a micro-batch outlives its backward."""
     if isinstance(result, Tensor):
@@ -330,11 +333,6 @@ def _detached(result: Any) -> Any:
 
 def _known_activation(plans: Sequence[SignaturePlan], message: Message) -> Specs | None:
     return plans[message[1]].specs.get(message[0])
-
-
-def _known_gradient(plans: Sequence[SignaturePlan], message: Message) -> Specs | None:
-    """Known as soon as this rank has sent the activation whose gradient it is."""
-    return plans[message[1]].gradients.get(message[0])
 
 
 def _learn(plans: Sequence[SignaturePlan], message: Message, specs: Specs) -> None:

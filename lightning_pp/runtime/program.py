@@ -49,11 +49,13 @@ class Program:
         tasks: In order.
         windows: ``(sender, how many messages may be under way)``.
         incoming: ``(receiver, kind of its edge, its messages in order)``.
+        first_gradients: The first message of gradients over each cut that this rank has an end of.
     """
 
     tasks: tuple[Task, ...]
     windows: tuple[tuple[Sender, int], ...]
     incoming: tuple[tuple[Receiver, Kind, tuple[Key, ...]], ...]
+    first_gradients: frozenset[Key]
 
 
 def prepare(
@@ -86,7 +88,16 @@ def prepare(
     incoming = tuple(
         (receivers[edge], edge.kind, messages) for edge, messages in lowered.edges.items() if edge.target == rank
     )
-    return Program(tuple(tasks), outgoing, incoming)
+    return Program(tuple(tasks), outgoing, incoming, _first_gradients(lowered, rank))
+
+
+def _first_gradients(lowered: Lowered, rank: int) -> frozenset[Key]:
+    first: dict[int, Key] = {}
+    for edge, messages in lowered.edges.items():
+        if edge.kind is Kind.B and rank in (edge.source, edge.target):
+            for message in messages:
+                first.setdefault(message[0], message)
+    return frozenset(first.values())
 
 
 def check_executable(lowered: Lowered) -> None:
