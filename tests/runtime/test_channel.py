@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_pp.runtime.channel import DEPTH, Label, Receiver, Sender, Spec, Specs, gradient_specs
+from lightning_pp.runtime.channel import DEPTH, Label, Notes, Receiver, Sender, Spec, Specs, gradient_specs
 from lightning_pp.runtime.comm import Peer, PeerLost, job_store, make_group
 from lightning_pp.runtime.window import WINDOW
 from tests.launch import run_ranks, try_ranks
@@ -72,6 +72,33 @@ def test_messages_arrive_with_their_dtypes_and_in_the_order_wanted(order: list[i
         for ours, theirs in zip(tensors, sent, strict=True):
             assert ours.dtype == theirs.dtype
             assert torch.equal(ours, theirs)
+
+
+def with_notes(order: list[int]) -> Any:
+    """What the first message's note says decides how the others come."""
+    rank = connect()
+    sender, receiver = ends(rank)
+    names = [(1, mb) for mb in range(4)]
+    specs = (Spec((2,), torch.float32, False),)
+    read: list[tuple[int, list[int]]] = []
+    result: Any = None
+    if rank == 0:
+        for name in names:
+            has_note = name[1] == 0
+            header = None if has_note else (Spec((name[1],), torch.float32, False),)
+            sender.send(name, [torch.ones(name[1] or 2)], header, [7, 9, 2] if has_note else None)
+        sender.finish()
+    else:
+        notes = Notes(lambda m: 3 if m[1] == 0 else 0, lambda m, note: read.append((m[1], note)))
+        receiver.expect(names, lambda m: specs if m[1] == 0 else None, lambda m, s: None, notes)
+        result = [len(receiver.take((1, mb))[0]) for mb in order], read, receiver.num_waiting
+    leave()
+    return result
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2, 3], [2, 3, 0, 1]])
+def test_a_note_is_read_before_the_next_message_is_looked_at(order: list[int]) -> None:
+    assert run_ranks(with_notes, 2, order)[1] == ([mb or 2 for mb in order], [(0, [7, 9, 2])], 0)
 
 
 def ahead(num_tensors: int, window: int) -> int:
