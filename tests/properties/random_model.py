@@ -315,7 +315,7 @@ class RandomModel(LightningModule):
         if self.spec.optimizer == "sgd":
             return torch.optim.SGD(trained, lr=0.05, momentum=0.9)
         # a gradient that is nothing but rounding must not become a whole step
-        return torch.optim.AdamW(trained, lr=0.02, eps=1e-2, weight_decay=0.0)
+        return torch.optim.AdamW(trained, lr=0.02, eps=1e-2, weight_decay=0.01)
 
     def loader(self) -> DataLoader[Any]:
         return DataLoader(Samples(self.spec), batch_size=self.spec.batch_size)

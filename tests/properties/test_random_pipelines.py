@@ -117,6 +117,17 @@ FOUND = {
         options=(("activation_checkpointing", True),),
         trainer=(("max_epochs", 1),),
     ),
+    "a value that is detached behind the cut, and weights that decay": RunSpec(
+        ModelSpec(
+            (BlockSpec("curved"), BlockSpec("curved")),
+            (NodeSpec(0, 0, 0), NodeSpec(1, 1, 0, after="detach")),
+            optimizer="adamw",
+        ),
+        stages=2,
+        microbatches=2,
+        options=(("split", ("head",)),),
+        trainer=(("max_epochs", 1),),
+    ),
 }
 
 
