@@ -34,8 +34,11 @@ class Cost:
     _storages: dict[int, int] = field(default_factory=dict)
 
     @contextmanager
-    def measuring(self, parameters: dict[str, Tensor]) -> Iterator[None]:
-        """Count inside the block; what is saved of ``parameters`` is free."""
+    def measuring(self, parameters: dict[str, Tensor], wanted: bool) -> Iterator[None]:
+        """Count inside the block, if ``wanted``; what is saved of ``parameters`` is free."""
+        if not wanted:
+            yield
+            return
         own = {storage_key(tensor) for tensor in parameters.values()}
         keep: list[Tensor] = []
 
@@ -76,6 +79,9 @@ class Inference:
         model: The module that holds them.
         device: Where they will run.
         provenance: Of the glue.
+
+    Attributes:
+        is_measuring: Whether costs are wanted.
     """
 
     def __init__(self, model: nn.Module, device: torch.device, provenance: Provenance) -> None:
@@ -87,6 +93,7 @@ class Inference:
         self._fill = torch.Generator(device).manual_seed(0)
         self._undo: list[Callable[[], None]] = []
         self._differentiable: set[tuple[int, int]] = set()
+        self.is_measuring = True
 
     def __call__(self, name: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inferred:
         """Infer one call.
@@ -153,7 +160,12 @@ class Inference:
         watch = LayerWatch(name, self._provenance, [*given, *parameters.values()], buffers.values())
         tensors = parameters | buffers
         fake_args, fake_kwargs = _with_leaves((args, kwargs), fakes)
-        with torch.compiler.set_stance("force_eager"), self._fake_mode, cost.measuring(tensors), watch:
+        with (
+            torch.compiler.set_stance("force_eager"),
+            self._fake_mode,
+            cost.measuring(tensors, self.is_measuring),
+            watch,
+        ):
             result = torch.func.functional_call(layer, tensors, fake_args, fake_kwargs)
         watch.finish()
         self._show_changes((args, kwargs), (fake_args, fake_kwargs), inputs, fakes)
@@ -172,7 +184,8 @@ class Inference:
         modules = list(zip(layer.modules(), copied.modules(), strict=True))
         copied_args, copied_kwargs = _with_leaves((args, kwargs), copies)
         try:
-            with torch.compiler.set_stance("force_eager"), cost.measuring(dict(copied.named_parameters())), watch:
+            counting = cost.measuring(dict(copied.named_parameters()), self.is_measuring)
+            with torch.compiler.set_stance("force_eager"), counting, watch:
                 result = copied(*copied_args, **copied_kwargs)
         except Exception as error:
             raise TraceError(
@@ -196,14 +209,30 @@ class Inference:
     def _fake_input(self, tensor: Tensor, shared: Counter[int]) -> Tensor:
         if isinstance(tensor, FakeTensor):  # one that a layer has put aside; the watch minds its use
             return tensor
-        fake = self._fake_mode.from_tensor(tensor.detach())
-        if not torch.is_grad_enabled() or not tensor.is_floating_point() or shared[storage_key(tensor)] > 1:
+        is_shared = shared[storage_key(tensor)] > 1
+        if not is_shared and self._is_plain(tensor):
+            with self._fake_mode:
+                fake = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
+        else:
+            fake = self._fake_mode.from_tensor(tensor.detach())
+        if not torch.is_grad_enabled() or not tensor.is_floating_point() or is_shared:
             return fake
         sources = self._provenance.of(tensor)
         if not (names_of(sources) or outputs_of(sources) & self._differentiable):
             return fake
         with self._fake_mode:
             return fake.detach().requires_grad_().clone()  # no leaf, which could not be written into
+
+    def _is_plain(self, tensor: Tensor) -> bool:
+        """Whether nothing but its shape and dtype has to be known for a fake one, which is many times quicker so."""
+        return (
+            type(tensor) is Tensor
+            and tensor.device == self._device
+            and tensor.layout is torch.strided
+            and tensor.is_contiguous()
+            and not (tensor.is_conj() or tensor.is_neg())
+            and tensor.untyped_storage().nbytes() == tensor.nbytes
+        )
 
     def _put_aside(self, original: nn.Module, module: nn.Module, watch: LayerWatch) -> None:
         """Let tensors that the copy has put into attributes turn up in the layer, as they would have without a copy."""

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_pp.partition import operators, tree
+from lightning_pp.partition import operators
 from lightning_pp.partition.calls import TraceError
-from lightning_pp.partition.operators import storage_key
+from lightning_pp.partition.modes import Watching, asks_for_device, lifted
+from lightning_pp.partition.operators import storage_key, tensors_in
 
 __all__: list[str] = []
 
@@ -50,7 +50,7 @@ class Read:
     sources: frozenset[Source]
 
 
-class Provenance(TorchDispatchMode):
+class Provenance(Watching):
     """Tracks sources while active.
 
     Attributes:
@@ -84,9 +84,9 @@ class Provenance(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._paused:
+        if self._paused or asks_for_device(func, args):
             return func(*args, **kwargs)
-        inputs = tree.tensors_of((args, kwargs))
+        inputs = tensors_in([*args, *kwargs.values()])
         sources = NOTHING.union(*(self.of(tensor) for tensor in inputs))
         self._use(inputs, sources)
         for tensor in operators.values_read(func, args, kwargs):
@@ -101,7 +101,7 @@ class Provenance(TorchDispatchMode):
             self._before_write(tensor)
         result = func(*args, **kwargs)
         keys = {storage_key(tensor) for tensor in inputs}
-        for tensor in tree.tensors_of(result):
+        for tensor in tensors_in(result):
             if storage_key(tensor) not in keys or func is torch.ops.aten.lift_fresh.default:
                 self._remember_birth(tensor)
             self.add(tensor, sources)
@@ -153,7 +153,8 @@ class Provenance(TorchDispatchMode):
         """Look away inside the block."""
         before, self._paused = self._paused, True
         try:
-            yield
+            with lifted(self):
+                yield
         finally:
             self._paused = before
 

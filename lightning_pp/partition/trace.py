@@ -47,6 +47,7 @@ def trace_step(
     device: torch.device,
     twice: bool = False,
     time_call: TimeCall | None = None,
+    measured: bool = True,
 ) -> Trace:
     """Trace ``step``; nothing that it does to the model, the batch or a random state remains.
 
@@ -57,13 +58,14 @@ def trace_step(
         device: Where the layers will run.
         twice: Run a second time, to find values of layers that one step keeps for the next.
         time_call: ``(layer, args, kwargs, device) -> seconds``, asked once for each call.
+        measured: Count operations and saved bytes of the calls; else they are 0.
 
     Raises:
         TraceError: The step cannot be cut.
     """
     tracer = _Tracer(model, board, device)
     with as_if_never(model, tracer.provenance), tracer.stand_ins():
-        trace = tracer.run(step, time_call)
+        trace = tracer.run(step, time_call, measured)
         if twice:
             trace = tracer.run_again(step, trace)
     return trace
@@ -93,8 +95,9 @@ class _Tracer:
         self._trains = torch.is_grad_enabled()
         self._regions: list[FrameType] = []
 
-    def run(self, step: Callable[[], Any], time_call: TimeCall | None = None) -> Trace:
+    def run(self, step: Callable[[], Any], time_call: TimeCall | None = None, measured: bool = False) -> Trace:
         self._calls, self._given, self._time_call = [], [], time_call
+        self._inference.is_measuring = measured
         before = capture_python()
         with self.board.answered_by(self), self.provenance, self.provenance.seeing_conversions():
             try:

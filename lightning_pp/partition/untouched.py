@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import random
 import sys
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -28,6 +27,10 @@ _FOREIGN |= {__name__.partition(".")[0], *sys.stdlib_module_names}
 _LONG = 1000
 
 _CONTAINERS = (list, dict, set, deque)
+#: the kinds of dict that modules consist of
+_DICTS = frozenset({dict, OrderedDict})
+#: what holds nothing and never changes
+_ATOMS = frozenset({type(None), bool, int, float, str})
 
 
 @contextmanager
@@ -65,7 +68,10 @@ def kept_names(model: nn.Module) -> dict[int, str]:
 
 
 def reachable(root: Any) -> Iterator[tuple[str, Any]]:
-    """Everything that ``root`` holds, itself included, each once, with the name of the attribute that holds it."""
+    """Everything that ``root`` holds, itself included, each once, with the name of the attribute that holds it.
+
+    Numbers and strings are left out.
+    """
     names = {id(module): name for name, module in root.named_modules()} if isinstance(root, nn.Module) else {}
     seen: set[int] = set()
     waiting: list[tuple[str, Any]] = [("self", root)]
@@ -77,7 +83,8 @@ def reachable(root: Any) -> Iterator[tuple[str, Any]]:
         if id(value) in names:
             path = ".".join(filter(None, ("self", names[id(value)])))
         yield path, value
-        waiting += _inside(path, value)
+        if not isinstance(value, Tensor):
+            waiting += [entry for entry in _inside(path, value) if type(entry[1]) not in _ATOMS]
 
 
 def is_store(value: Any) -> bool:
@@ -88,7 +95,9 @@ def is_store(value: Any) -> bool:
 
 
 def _inside(path: str, value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, Tensor):
+    if type(value) in _DICTS:  # most of what there is: a module has a dozen of them, and this runs for every layer
+        if len(value) <= _LONG:
+            yield from [(path, item) for item in value.values()]
         return
     if _is_open(value):
         for key, held in vars(value).items():
@@ -112,6 +121,11 @@ def _is_open(value: Any) -> bool:
 
 
 def _restorers(value: Any) -> Iterator[Callable[[], Any]]:
+    if type(value) in _DICTS:
+        yield _refill(value)
+        return
+    if type(value) in (Tensor, nn.Parameter):
+        return
     if _is_open(value):
         yield _refill(vars(value))
     if isinstance(value, _CONTAINERS):
@@ -127,11 +141,12 @@ def _restorers(value: Any) -> Iterator[Callable[[], Any]]:
 
 
 def _refill(container: Any) -> Callable[[], None]:
-    content = copy.copy(container)
+    is_row = isinstance(container, (list, deque))
+    content = dict(container) if isinstance(container, dict) else list(container)
 
     def refill() -> None:
         container.clear()
-        if isinstance(container, (list, deque)):
+        if is_row:
             container.extend(content)
         else:
             container.update(content)

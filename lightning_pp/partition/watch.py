@@ -7,17 +7,17 @@ from typing import Any
 
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_pp.partition import operators, tree
+from lightning_pp.partition import operators
 from lightning_pp.partition.calls import TraceError
-from lightning_pp.partition.operators import storage_key
+from lightning_pp.partition.modes import Watching, asks_for_device
+from lightning_pp.partition.operators import storage_key, tensors_in
 from lightning_pp.partition.provenance import NOTHING, Provenance, Source
 
 __all__: list[str] = []
 
 
-class LayerWatch(TorchDispatchMode):
+class LayerWatch(Watching):
     """Watches one call of a layer.
 
     Follows the values of the layer's arguments and parameters inside the layer, because what it computes from them and
@@ -54,14 +54,19 @@ class LayerWatch(TorchDispatchMode):
         self._buffer_keys = {storage_key(tensor) for tensor in buffers}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if asks_for_device(func, args):
+            return args[0].fake_device
         kwargs = kwargs or {}
         self.draws = self.draws or operators.draws_random(func, args, kwargs)
         targets = operators.written_arguments(func, args, kwargs)
         self.written.update(storage_key(tensor) for tensor in targets)
-        values = [self._is_value(tensor) for tensor in tree.tensors_of((args, kwargs))]
+        inputs = tensors_in(args)
+        if kwargs:
+            inputs += tensors_in([*kwargs.values()])
+        values = [self._is_value(tensor) for tensor in inputs]
         result = func(*args, **kwargs)
         if any(values) and not operators.is_value_free(func):
-            made = [*tree.tensors_of(result), *targets]
+            made = [*tensors_in(result), *targets]
             self._values.update(storage_key(tensor) for tensor in made)
             self._made += made
         return result

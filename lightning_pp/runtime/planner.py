@@ -160,7 +160,7 @@ class Planner:
         if found is None:
             assert self.cut is not None, "plan() before decide()"
             with self._tracing():
-                trace = trace_step(step, self._model, self._board, self._device)
+                trace = trace_step(step, self._model, self._board, self._device, measured=False)
             found = self._plans[key] = self._planned(name, trace)
         return found
 
