@@ -134,9 +134,11 @@ def follow(
         able = _able([*held[call.layer], *call.parameters], ownership, num_stages)
         later = [other for other in able if other >= stage]
         if not later:
+            before = f"after {trace.calls[index - 1].layer!r} of stage {stage}" if index else "first of all"
             raise TraceError(
                 f"Layer {call.layer!r} runs on stage(s) {able or 'none together'} in training, but this step calls it"
-                f" after a layer of stage {stage}. Call the layers in the order in which training_step does."
+                f" {before}. Call the layers in the order in which training_step calls them for the first batch; those"
+                " that this one does not need lie on the last stage."
             )
         bounds += [index] * (later[0] - stage)
         stage = later[0]

@@ -47,9 +47,11 @@ class SafeCheckpointIO(TorchCheckpointIO):
                 torch.save(checkpoint, file)
                 file.flush()
                 os.fsync(file.fileno())
-        except BaseException:
+        except BaseException as error:
             remove(partial)  # where a disk is full, half a checkpoint would keep it full
-            raise
+            if (found := reason(error)) is error:
+                raise
+            raise found from None
         replace(partial, target)
 
     @override
@@ -142,6 +144,14 @@ def _sync_folder(folder: Path) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+
+
+def reason(error: BaseException) -> BaseException:
+    """The system's own error, where torch's writer has hidden it behind one about its position in the file."""
+    found: BaseException | None = error
+    while isinstance(found, RuntimeError):
+        found = found.__cause__ or found.__context__
+    return found if isinstance(found, OSError) else error
 
 
 def sync_file(path: Path) -> None:

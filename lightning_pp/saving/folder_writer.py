@@ -22,7 +22,7 @@ from typing_extensions import override
 
 from lightning_pp.launch.failure import FollowingError
 from lightning_pp.saving.courier import Courier
-from lightning_pp.saving.files import METADATA, beside, check_replaceable, remove, replace, sync_file
+from lightning_pp.saving.files import METADATA, beside, check_replaceable, reason, remove, replace, sync_file
 
 __all__: list[str] = []
 
@@ -121,7 +121,14 @@ def save(
         sync_file(partial / METADATA)
         replace(partial, path)
 
-    together(courier, finish)
+    def finish_or_clear() -> None:
+        try:
+            finish()
+        except BaseException:
+            remove(partial)  # all ranks have written what they could
+            raise
+
+    together(courier, finish_or_clear)
 
 
 def _make_room(partial: Path, path: Path) -> None:
@@ -181,17 +188,18 @@ def _attempt(action: Callable[[], Any]) -> tuple[Any, str | None]:
     try:
         return action(), None
     except Exception as error:
-        return None, f"{type(error).__name__}: {error}"
+        found = reason(error)
+        return None, f"{type(found).__name__}: {found}"
 
 
 def together(courier: Courier, action: Callable[[], None]) -> None:
     """Let the writer do something; all ranks fail if it does."""
-    error: Exception | None = None
+    error: BaseException | None = None
     if courier.is_writer:
         try:
             action()
         except Exception as caught:
-            error = caught
+            error = reason(caught)
     problem = courier.share(f"{type(error).__name__}: {error}" if error is not None else None)
     if error is not None:
         raise error

@@ -1,9 +1,11 @@
 """The faults: each is planted in the middle of a run of three ranks, and what must be printed for it."""
 
 import os
+import resource
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -19,7 +21,8 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_pp import PipelineStrategy
 from lightning_pp.launch import watcher
 from lightning_pp.runtime.flush import Flush
-from tests.faults.processes import plant
+from tests.faults import disk
+from tests.faults.processes import Job, plant
 from tests.training import QUIET
 
 SIZE = 3
@@ -36,6 +39,7 @@ class Fault:
 
     batch = -1
     is_done = False
+    folder = Path()
 
     def __init__(self, where: str, who: int, what: Callable[[], Any]) -> None:
         self.where, self.who, self.what = where, who, what
@@ -61,6 +65,10 @@ class Passing(torch.autograd.Function):
         return grad, None
 
 
+#: what a layer may do to its output in one batch only
+CHANGES: dict[str, Callable[[Tensor], Tensor]] = {"dtype": Tensor.float, "shape": lambda x: x[:, :6]}
+
+
 class Layer(nn.Linear):
     def __init__(self, fault: Fault) -> None:
         super().__init__(7, 7)
@@ -69,11 +77,11 @@ class Layer(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         if type(x) is Tensor:  # not while it is planned
             self.fault("forward")
-        changes = self.fault.where == "dtype" and x.dtype == torch.float64 and self.fault.batch == WHEN
+        changes = self.fault.where in CHANGES and x.dtype == torch.float64 and self.fault.batch == WHEN
         if changes:
             plant()
         x = Passing.apply(super().forward(x.double()), self.fault).tanh()
-        return x.float() if changes else x
+        return CHANGES[self.fault.where](x) if changes else x
 
 
 class Samples(Dataset[Any]):
@@ -97,6 +105,8 @@ class Model(LightningModule):
         self.fault = fault
         self.blocks = nn.ModuleList(Layer(fault) for _ in range(SIZE))
         self.head = nn.Linear(7, 2)
+        if fault.what in (fill_the_disk, limit_files):
+            self.ballast = nn.Parameter(torch.zeros(30_000))  # lies on the last stage, as no layer needs it
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, y = batch
@@ -134,8 +144,9 @@ class Clock(Callback):
         self.fault("callback")
 
 
-def train(fault: Fault, folder: str, timeout: float = 60, callbacks: Any = (), trainer: Any = None) -> None:
+def train(fault: Fault, folder: str, timeout: float = 60, trainer: Any = None, distributed: bool = False) -> None:
     """The script of every case."""
+    Fault.folder = Path(folder)
     torch.manual_seed(3)
     watcher._GRACE = 2.0
     keeper = ModelCheckpoint(folder, filename="kept", every_n_train_steps=2, save_top_k=1)
@@ -151,12 +162,13 @@ def train(fault: Fault, folder: str, timeout: float = 60, callbacks: Any = (), t
 
     Flush.share, torch.save = shared, written  # type: ignore[method-assign, assignment]
     strategy = PipelineStrategy(
-        stages=SIZE, microbatches=3, split=["blocks.1", "blocks.2"], timeout=timedelta(seconds=timeout)
-    )
+        stages=SIZE, microbatches=3, split=["blocks.1", "blocks.2"], timeout=timedelta(seconds=timeout),
+        save_distributed_checkpoint=distributed,
+    )  # fmt: skip
     loader = DataLoader(Samples(fault), batch_size=5, num_workers=int(fault.where == "dataset"))
     Trainer(
         accelerator="cpu", devices=SIZE, max_epochs=1, precision="64-true", strategy=strategy,
-        callbacks=[Clock(fault), keeper, OnExceptionCheckpoint(folder), *callbacks],
+        callbacks=[Clock(fault), keeper, OnExceptionCheckpoint(folder)],
         **{**QUIET, "enable_checkpointing": True, **(trainer or {})},
     ).fit(Model(fault), loader)  # fmt: skip
 
@@ -191,7 +203,12 @@ def wait_for_the_terminal() -> None:
 
 
 def fill_the_disk() -> None:
-    raise OSError(28, "No space left on device")
+    disk.fill(Fault.folder.parent)
+
+
+def limit_files() -> None:
+    """No file gets larger than that, as where a quota is used up."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
 
 
 @dataclass(frozen=True)
@@ -205,7 +222,9 @@ class Case:
         what: What happens there.
         kept: Checkpoints that are left.
         limit: Seconds after which all ranks must be gone.
-        options: Of ``train``.
+        distributed: Whether each rank saves its own part, to a folder.
+        full: Whether it happens on a small disk.
+        advice: What must be printed, too.
     """
 
     text: str
@@ -218,10 +237,15 @@ class Case:
     everywhere: Any = None
     timeout: float = 60.0
     trainer: tuple[tuple[str, Any], ...] = ()
+    distributed: bool = False
+    full: bool = False
+    advice: str = ""
 
 
 GONE = "No rank has said why"
 STALL = "One rank waits for no other. rank 1: stalled in 1F0 at faults/cases.py"
+CHANGED = "What crosses from stage 0 to 1 changed between micro-batches of the same shapes: first [2, 7] torch.float64"
+INSIDE = "do such work inside a layer, and let what it returns keep its shape and dtype"
 CASES = {
     "killed in a forward": Case(GONE, "forward", 1, kill),
     "killed in a backward": Case(GONE, "backward", 1, kill),
@@ -254,9 +278,19 @@ CASES = {
     "not a number, looked for": Case(
         "returned nan values in its", "nan", 2, fail, 1, trainer=(("detect_anomaly", True),)
     ),
-    "disk full while saving": Case(
+    "disk full": Case(
         "[rank 1] The pipeline was stopped by rank 0: OSError: [Errno 28] No space left on device",
-        "save", 0, fill_the_disk, 1, kept=("kept.ckpt", "on_exception.ckpt"),
+        "callback", 0, fill_the_disk, 1, full=True,
+    ),
+    "disk full, folder": Case(
+        "OSError: rank 0: OSError: [Errno 28] No space left on device",
+        "callback", 0, fill_the_disk, 1, full=True, distributed=True,
+    ),
+    "file too large": Case(
+        "[rank 1] The pipeline was stopped by rank 0: OSError: [Errno 27] File too large", "callback", 0, limit_files, 1
+    ),
+    "file too large, folder": Case(
+        "OSError: rank 2: OSError: [Errno 27] File too large", "callback", 2, limit_files, 1, distributed=True
     ),
     "Ctrl-C for all ranks": Case(
         "Stopping after this batch", "callback", 0, wait_for_the_terminal, kept=("kept.ckpt", "on_exception.ckpt"),
@@ -265,14 +299,28 @@ CASES = {
     "Ctrl-C for one rank": Case(
         "Detected KeyboardInterrupt", "forward", 1, interrupt, kept=("kept.ckpt", "on_exception.ckpt")
     ),
-    "a dtype that changes": Case("What crosses from stage 0 to 1 changed between micro-batches", "dtype", 0, fail, 1),
+    "a dtype that changes": Case(CHANGED, "dtype", 0, fail, 1, advice=INSIDE),
+    "a shape that changes": Case(CHANGED, "shape", 0, fail, 1, advice=INSIDE),
 }  # fmt: skip
 
 
 def run_case(name: str, folder: str) -> None:
     """What each rank does."""
     case = CASES[name]
-    train(Fault(case.where, case.who, case.what), folder, case.timeout, trainer=dict(case.trainer))
+    train(Fault(case.where, case.who, case.what), folder, case.timeout, dict(case.trainer), case.distributed)
+
+
+@contextmanager
+def job_of(name: str, folder: Path) -> Iterator[tuple[Job, Path]]:
+    """The case as a job, and the folder in which its checkpoints are, as seen from here."""
+    case = CASES[name]
+    with ExitStack() as stack:
+        place = folder / "disk"
+        holder = stack.enter_context(disk.small_disk(place)) if case.full else None
+        found = (disk.seen_by(holder, place) if holder is not None else folder) / "saved"
+        found.mkdir()
+        args = name, str((place if case.full else folder) / "saved")
+        yield Job(folder, run_case, SIZE, args, 100, case.everywhere, holder), found
 
 
 def names_in(folder: Path) -> tuple[str, ...]:

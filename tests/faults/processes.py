@@ -8,11 +8,12 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.faults.disk import enter
 from tests.launch import _CONTEXT, free_port
 
 #: the file in which a rank says at what time it does what is to end the job
@@ -47,48 +48,93 @@ def plant() -> None:
         path.write_text(str(time.monotonic()))
 
 
-def run_job(
-    folder: Path, function: Callable[..., Any], size: int, *args: Any, timeout: float = 60, everywhere: Any = None
-) -> Ended:
-    """Start ``function(*args)`` on every rank and wait until all are gone.
+@dataclass
+class Job:
+    """What :func:`run_jobs` is to run.
 
-    Args:
+    Attributes:
         folder: Empty; for the output.
         function: What a script does.
         size: Number of ranks.
         args: Of ``function``.
-        timeout: Seconds after which those that are left are killed.
+        timeout: Seconds after which ranks that are left are killed.
         everywhere: Signal to send to all ranks as soon as something has been planted, as a terminal does.
+        disk: The process whose file systems the ranks see; None for those that everybody sees.
     """
-    output, planted, port = folder / "output.txt", folder / "planted.txt", free_port()
-    output.touch()
-    processes = [
-        _CONTEXT.Process(target=_main, args=(rank, size, port, str(output), str(planted), function, args))
-        for rank in range(size)
-    ]
-    for process in processes:
-        process.start()
-    deadline = time.monotonic() + timeout
-    try:
-        while any(process.is_alive() for process in processes) and time.monotonic() < deadline:
-            time.sleep(0.02)
-            if everywhere is not None and planted.exists():
-                for process in processes:
-                    os.kill(process.pid or 0, everywhere)
-                everywhere = None
+
+    folder: Path
+    function: Callable[..., Any]
+    size: int
+    args: tuple[Any, ...]
+    timeout: float = 60
+    everywhere: Any = None
+    disk: int | None = None
+
+    def __post_init__(self) -> None:
+        self.output, self.planted = self.folder / "output.txt", self.folder / "planted.txt"
+        self.processes: list[Any] = []
+
+    def start(self) -> None:
+        """Start all ranks."""
+        self.output.touch()
+        given = free_port(), str(self.output), str(self.planted), self.disk, self.function, self.args
+        for rank in range(self.size):
+            self.processes.append(_CONTEXT.Process(target=_main, args=(rank, self.size, *given)))
+            self.processes[-1].start()
+        self.deadline = time.monotonic() + self.timeout
+
+    def ended(self) -> Ended | None:
+        """How it has ended, as soon as it has."""
+        if any(process.is_alive() for process in self.processes) and time.monotonic() < self.deadline:
+            if self.everywhere is not None and self.planted.exists():
+                for process in self.processes:
+                    os.kill(process.pid or 0, self.everywhere)
+                self.everywhere = None
+            return None
         end = time.monotonic()
-        codes = [process.exitcode for process in processes]
-    finally:
-        for process in processes:
+        codes = [process.exitcode for process in self.processes]
+        self.kill()
+        begin = float(self.planted.read_text()) if self.planted.exists() else end
+        return Ended(codes, self.output.read_text(errors="replace"), end - begin)
+
+    def kill(self) -> None:
+        """End what is left of it."""
+        for process in self.processes:
             process.kill()
             process.join()
-    begin = float(planted.read_text()) if planted.exists() else end
-    return Ended(codes, output.read_text(errors="replace"), end - begin)
+
+
+def run_jobs(jobs: Mapping[str, Job], at_once: int = 1) -> dict[str, Ended]:
+    """Run all ``jobs``, some of them at once: most of their time is spent waiting."""
+    waiting, running = dict(jobs), dict[str, Job]()
+    found: dict[str, Ended] = {}
+    try:
+        while waiting or running:
+            while waiting and len(running) < at_once:
+                name = next(iter(waiting))
+                running[name] = waiting.pop(name)
+                running[name].start()
+            time.sleep(0.02)
+            found |= {name: ended for name, job in running.items() if (ended := job.ended()) is not None}
+            running = {name: job for name, job in running.items() if name not in found}
+    finally:
+        for job in running.values():
+            job.kill()
+    return found
 
 
 def _main(
-    rank: int, size: int, port: int, output: str, planted: str, function: Callable[..., Any], args: tuple[Any, ...]
+    rank: int,
+    size: int,
+    port: int,
+    output: str,
+    planted: str,
+    disk: int | None,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
 ) -> None:
+    if disk is not None:
+        enter(disk)
     import torch
 
     torch.set_num_threads(1)

@@ -171,8 +171,9 @@ def test_following_backwards_is_refused():
     with pytest.raises(TraceError) as error:
         followed(lambda net, x: net.layers[0](net.layers[3](x)))
     assert str(error.value) == (
-        "Layer 'layers.0' runs on stage(s) [0] in training, but this step calls it after a layer of stage 1. Call the"
-        " layers in the order in which training_step does."
+        "Layer 'layers.0' runs on stage(s) [0] in training, but this step calls it after 'layers.3' of stage 1. Call"
+        " the layers in the order in which training_step calls them for the first batch; those that this one does not"
+        " need lie on the last stage."
     )
 
 
