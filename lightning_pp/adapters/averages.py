@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_pp import compat
-from lightning_pp.weights.exchange import absent, exchange
+from lightning_pp.weights.absent import absent
+from lightning_pp.weights.exchange import exchange
 from lightning_pp.weights.ownership import Ownership
 
 __all__: list[str] = []
@@ -32,7 +33,7 @@ def release(trainer: Trainer, module: LightningModule, ownership: Ownership) -> 
 
     def replacement(name: str, tensor: Tensor) -> Tensor | None:
         if not ownership.is_here(name):
-            return None if tensor.is_meta else absent(tensor)
+            return None if tensor.is_meta else absent(tensor, ownership.absence(name))
         return values[name].detach().clone() if tensor.is_meta else None
 
     for callback in compat.callbacks(trainer):

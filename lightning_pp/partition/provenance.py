@@ -249,8 +249,7 @@ class Provenance(Watching):
             raise TraceError(
                 f"The step writes into parameter {self._parameters[key]!r}: {user_line()}. Each stage holds some of the"
                 " parameters and runs a part of the step, so they would not all be changed. Do it in a hook such as"
-                " on_train_batch_end, for the parameters that are not on the meta device. Where one follows another (a"
-                " momentum encoder), both must lie on one stage: arithmetic with a meta tensor changes nothing."
+                " on_train_batch_end. Where one follows another (a momentum encoder), both must lie on one stage."
             )
         output = self._outputs.get(key)
         if output is not None:

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_pp.weights.absent import AbsentTensor, attributes_of, kind_of
+
 __all__: list[str] = []
 
 
@@ -67,11 +69,6 @@ def named_tensors(model: nn.Module, every_name: bool = False) -> Iterator[tuple[
     yield from model.named_buffers(remove_duplicate=not every_name)
 
 
-def absent(tensor: Tensor) -> Tensor:
-    """``tensor`` without its memory."""
-    return torch.empty_like(tensor, device="meta")
-
-
 @contextmanager
 def _without_weak_references(model: nn.Module) -> Iterator[None]:
     """Let recurrent layers look away: they refer to their weights in a second, weak way, as ``Module.to`` knows too."""
@@ -96,9 +93,9 @@ def _dressed(new: Tensor, old: Tensor) -> Tensor:
         new.requires_grad_(old.requires_grad)
     for hook in (old._backward_hooks or {}).values():
         new.register_hook(hook)  # type: ignore[no-untyped-call]
-    new.__dict__.update(old.__dict__)
-    if type(new) is not type(old):
-        new.__class__ = type(old)
+    new.__dict__.update(attributes_of(old))
+    if not isinstance(new, AbsentTensor) and type(new) is not kind_of(old):
+        new.__class__ = kind_of(old)
     return new
 
 

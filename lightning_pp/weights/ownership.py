@@ -10,10 +10,12 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_pp.partition.operators import storage_key
 from lightning_pp.partition.switch import Switchboard
 from lightning_pp.runtime.mesh import Mesh
 from lightning_pp.runtime.planner import Cut
-from lightning_pp.weights.exchange import absent, exchange, named_tensors
+from lightning_pp.weights.absent import Absence, AbsentTensor, absent
+from lightning_pp.weights.exchange import exchange, named_tensors
 
 __all__: list[str] = []
 
@@ -109,13 +111,26 @@ class Ownership:
         """Put everything that other stages own on the meta device, and drop what optimizers keep of it."""
 
         def nothing(name: str, tensor: Tensor) -> Tensor | None:
-            return None if tensor.is_meta or self.is_here(name) else absent(tensor)
+            is_done = self.is_here(name) or isinstance(tensor, AbsentTensor)
+            return None if is_done else absent(tensor, self.absence(name))
 
         exchange(self._model, optimizers, nothing)
         away = {id(p) for name, p in self._model.named_parameters() if not self.is_here(name)}
         for optimizer in optimizers:
             for parameter in [p for p in optimizer.state if id(p) in away]:
                 del optimizer.state[parameter]
+
+    def absence(self, name: str) -> Absence:
+        """Why ``name`` is not here."""
+        stages = ", ".join(str(self._placement.index(position)) for position in self._positions[name])
+        return Absence(frozenset([f"{name!r} (on stage {stages})"]), self._called)
+
+    def _called(self, tensor: Tensor) -> str:
+        key = storage_key(tensor)
+        for name, known in named_tensors(self._model):
+            if storage_key(known) == key:
+                return f"{name!r} (on stage {self._placement.index(self._mesh.position)})"
+        return f"a tensor of shape {list(tensor.shape)} on stage {self._placement.index(self._mesh.position)}"
 
     def to_device(self, device: torch.device) -> None:
         """Move what is here."""
