@@ -17,6 +17,7 @@ from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimizatio
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.trainer.states import TrainerStatus
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.utils._mode_utils import no_dispatch
 
 from lightning_pp import compat
 from lightning_pp.runtime import profiling
@@ -215,3 +216,28 @@ def test_initialisers_that_look_for_meta_ask_the_property() -> None:
     with Mode():
         assert not torch.ones(1).is_meta
     assert asked[-1]
+
+
+def test_subclasses_of_tensors_see_operators_on_lists_too() -> None:
+    seen = []
+
+    class Seeing(torch.Tensor):
+        __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+        @classmethod
+        def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+            seen.append(func)
+            with no_dispatch():
+                result = func(*args, **(kwargs or {}))
+            return torch.Tensor._make_subclass(Seeing, result) if type(result) is torch.Tensor else result
+
+    def seeing() -> torch.Tensor:
+        return torch.Tensor._make_subclass(Seeing, torch.empty(2, device="meta"))
+
+    torch._foreach_add_([torch.ones(2), seeing()], [torch.ones(2), torch.ones(2)])
+    assert seen[-1] is torch.ops.aten._foreach_add_.List
+    parameter = torch.nn.Parameter(seeing())
+    assert type(parameter) is Seeing
+    assert isinstance(parameter, torch.nn.Parameter)
+    with pytest.raises(RuntimeError, match="incompatible tensor type"):  # an absent one is not assigned in silence
+        torch.nn.Parameter(torch.ones(2)).data = seeing()
