@@ -58,15 +58,14 @@ class AbsentTensor(Tensor):
         """Compute shapes, and refuse to change what is here."""
         kwargs = kwargs or {}
         inputs = tree.tensors_of((args, kwargs))
-        absent = [tensor for tensor in inputs if isinstance(tensor, AbsentTensor)]
-        absence = Absence(frozenset().union(*(one._absence.of for one in absent)), absent[0]._absence.called)
-        for target, source in _mixtures(func, args, kwargs):
+        absence = _together([tensor._absence for tensor in inputs if isinstance(tensor, AbsentTensor)])
+        here = [tensor for tensor in inputs if not tensor.is_meta]
+        for target, source in _mixtures(func, args, kwargs) if here else ():
             raise MisconfigurationException(_refusal(f"changes {absence.called(target)} by", source._absence))
         try:
             with no_dispatch():
                 result = _computed(func, args, kwargs)
         except RuntimeError as error:  # torch minds some mixtures itself, and says which devices
-            here = [tensor for tensor in inputs if _is_here(tensor)]
             if not here:
                 raise
             raise MisconfigurationException(_refusal(f"mixes {absence.called(here[0])} with", absence)) from error
@@ -107,6 +106,13 @@ def attributes_of(tensor: Tensor) -> dict[str, Any]:
     if not isinstance(tensor, AbsentTensor):
         return tensor.__dict__
     return {key: value for key, value in tensor.__dict__.items() if key not in ("_absence", "_is_param")}
+
+
+def _together(absences: list[Absence]) -> Absence:
+    first = absences[0]
+    if all(other is first for other in absences):
+        return first
+    return Absence(frozenset().union(*(other.of for other in absences)), first.called)
 
 
 def _empty(tensor: Tensor) -> Tensor:
