@@ -209,19 +209,22 @@ class Inference:
     def _fake_input(self, tensor: Tensor, shared: Counter[int]) -> Tensor:
         if isinstance(tensor, FakeTensor):  # one that a layer has put aside; the watch minds its use
             return tensor
-        is_shared = shared[storage_key(tensor)] > 1
-        if not is_shared and self._is_plain(tensor):
+        is_alone = shared[storage_key(tensor)] == 1
+        learns = is_alone and self._needs_gradient(tensor)
+        if is_alone and self._is_plain(tensor):
             with self._fake_mode:
-                fake = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
-        else:
-            fake = self._fake_mode.from_tensor(tensor.detach())
-        if not torch.is_grad_enabled() or not tensor.is_floating_point() or is_shared:
-            return fake
-        sources = self._provenance.of(tensor)
-        if not (names_of(sources) or outputs_of(sources) & self._differentiable):
-            return fake
+                fake = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device, requires_grad=learns)
+                return fake.clone() if learns else fake  # no leaf, which could not be written into
+        fake = self._fake_mode.from_tensor(tensor.detach())
         with self._fake_mode:
-            return fake.detach().requires_grad_().clone()  # no leaf, which could not be written into
+            return fake.detach().requires_grad_().clone() if learns else fake
+
+    def _needs_gradient(self, tensor: Tensor) -> bool:
+        """Whether the layer will see it as one that a gradient goes back through."""
+        if not torch.is_grad_enabled() or not tensor.is_floating_point():
+            return False
+        sources = self._provenance.of(tensor)
+        return bool(names_of(sources) or outputs_of(sources) & self._differentiable)
 
     def _is_plain(self, tensor: Tensor) -> bool:
         """Whether nothing but its shape and dtype has to be known for a fake one, which is many times quicker so."""
@@ -231,7 +234,8 @@ class Inference:
             and tensor.layout is torch.strided
             and tensor.is_contiguous()
             and not (tensor.is_conj() or tensor.is_neg())
-            and tensor.untyped_storage().nbytes() == tensor.nbytes
+            # what is saved of a part holds the whole
+            and (not self.is_measuring or tensor.untyped_storage().nbytes() == tensor.nbytes)
         )
 
     def _put_aside(self, original: nn.Module, module: nn.Module, watch: LayerWatch) -> None:
