@@ -21,6 +21,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.utils.data import DataLoader
 
 from lightning_pp import PipelineStrategy
+from lightning_pp.schedule import Kind, Op, build, lower
 
 
 def join(size: int) -> None:
@@ -105,6 +106,83 @@ def torchs(
         schedule.step(*inputs, **last)
         seconds.append(time.perf_counter() - start)
     return seconds[warmup:]
+
+
+def bare(
+    stage_module: nn.Module, batch: Any, microbatches: int, steps: int, loss: Loss, schedule: str, warmup: int = 1
+) -> list[float]:
+    """Run this rank's stage in a loop that can do nothing else: one tensor of a known shape crosses every cut.
+
+    It sends and receives as early as the package does, so that it shows what any pipeline takes here.
+    """
+    rank, size = dist.get_rank(), dist.get_world_size()
+    program = lower(build(schedule, size, microbatches)).programs[rank]
+    inputs, targets = (part.tensor_split(microbatches) for part in batch)
+    seconds = []
+    for _ in range(steps + warmup):
+        for parameter in stage_module.parameters():
+            parameter.grad = None
+        _meet()
+        start = time.perf_counter()
+        _Loop(stage_module, inputs, targets, loss, program).run()
+        seconds.append(time.perf_counter() - start)
+    return seconds[warmup:]
+
+
+class _Loop:
+    """One step of :func:`bare`."""
+
+    def __init__(
+        self, module: nn.Module, inputs: Sequence[Tensor], targets: Sequence[Tensor], loss: Loss, program: Sequence[Op]
+    ) -> None:
+        self._module, self._inputs, self._targets, self._loss = module, inputs, targets, loss
+        self._program = program
+        self._rank, self._last = dist.get_rank(), dist.get_world_size() - 1
+        self._sent: list[Any] = []
+        self._saved: dict[int, tuple[Tensor, Tensor]] = {}
+        self._waiting: dict[Op, tuple[Tensor, Any]] = {}
+        self._coming = {kind: iter([op for op in program if op.kind is kind]) for kind in (Kind.RECV_F, Kind.RECV_B)}
+
+    def run(self) -> None:
+        """Go through the program."""
+        for kind in self._coming:
+            self._post(kind)
+        for op in self._program:
+            if op.kind is Kind.F:
+                given = self._inputs[op.mb] if self._rank == 0 else self._take(Op(op.stage, Kind.RECV_F, op.mb))
+                output = self._module(given.requires_grad_(self._rank > 0))
+                if self._rank == self._last:
+                    output = self._loss(output, self._targets[op.mb]) / len(self._inputs)
+                else:
+                    self._send(output.detach(), 1)
+                self._saved[op.mb] = given, output
+            elif op.kind is Kind.B:
+                given, output = self._saved.pop(op.mb)
+                if self._rank == self._last:
+                    output.backward()
+                else:
+                    output.backward(self._take(Op(op.stage, Kind.RECV_B, op.mb)))
+                if self._rank:
+                    assert given.grad is not None
+                    self._send(given.grad, -1)
+        for _, work in self._sent:
+            work.wait()
+
+    def _send(self, tensor: Tensor, step: int) -> None:
+        self._sent.append((tensor, dist.isend(tensor, self._rank + step)))
+
+    def _post(self, kind: Kind) -> None:
+        op = next(self._coming[kind], None)
+        if op is not None:
+            tensor = torch.empty_like(self._inputs[op.mb])
+            work = dist.irecv(tensor, self._rank + (-1 if kind is Kind.RECV_F else 1))
+            self._waiting[op] = tensor, work
+
+    def _take(self, op: Op) -> Tensor:
+        tensor, work = self._waiting.pop(op)
+        work.wait()
+        self._post(op.kind)
+        return tensor
 
 
 def alone(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.contestants import join, ours, torchs
+from benchmarks.contestants import bare, join, ours, torchs
 from benchmarks.models import Sleepers, mean_square
 from tests.launch import run_ranks
 
@@ -34,7 +34,7 @@ class Case:
 
 
 CASES = (Case(4, 64, 10, 20), Case(4, 64, 2, 4), Case(4, 64, 10, 20, 2**18), Case(8, 64, 2, 4))
-NAMES = ("torch 1F1B", "1f1b", "eager_1f1b")
+NAMES = ("torch 1F1B", "1f1b", "eager_1f1b", BARE := "bare loop, eager")
 
 
 def measure(case: Case, rounds: int, steps: int = 2) -> dict[str, list[float]]:
@@ -54,6 +54,8 @@ def _rounds(case: Case, rounds: int, steps: int) -> dict[str, list[float]]:
             block: Any = module.blocks[dist.get_rank()]
             if name == "torch 1F1B":
                 taken = torchs(block, batch, case.microbatches, steps, mean_square)
+            elif name == BARE:
+                taken = bare(block, batch, case.microbatches, steps, mean_square, "eager_1f1b")
             else:
                 taken = ours(module, batch, case.microbatches, steps, schedule=name)
             found[name] += [one / _ideal(case, block) for one in taken]

@@ -1,9 +1,10 @@
-"""The one collective at the end of a step: what the last stage knows reaches every rank, and batches are compared.
+"""What is shared at the end of a step: what the last stage knows reaches every rank, and batches are compared.
 
-One packed int64 tensor carries the bits of the loss, of logged values and of small results, together with a checksum of
-the batch from each stage: all but one rank add zeros, which leaves every bit as it is. What the values are (names,
-structure, dtypes) is described separately, and a description travels only the first time it occurs; afterwards its
-number in the packed tensor is enough.
+One packed int64 tensor carries the bits of the loss, of logged values and of small results from the last stage, which is
+ready first, to the others, so that nobody waits. The checksums of the batch, one from each stage, are summed up beside
+the whole step: that begins before its first micro-batch. What the values are (names, structure, dtypes) is described
+separately, and a description travels only the first time it occurs; afterwards its number in the packed tensor is
+enough.
 """
 
 from __future__ import annotations
@@ -76,6 +77,7 @@ class Flush:
         self._known: list[_Description] = []
         self._numbers: dict[bytes, int] = {}
         self._capacity = 0
+        self._sums: tuple[Tensor, Any] | None = None
         self._pending: Readback | None = None
 
     @property
@@ -83,12 +85,26 @@ class Flush:
         """Whether there is nobody to share with."""
         return self._size == 1
 
-    def share(self, report: Any, checksum: Tensor | None) -> Any:
+    def begin(self, checksum: Tensor) -> None:
+        """Start to compare the batches, at the beginning of a step; all ranks must call, and :meth:`share` follows.
+
+        Args:
+            checksum: This rank's float64 scalar for its batch.
+        """
+        if self._size == 1:
+            return
+        if not self._reads_packed:
+            self.check()
+        sums = torch.zeros(self._size, dtype=torch.float64, device=self._device)
+        sums[self._position] = checksum
+        with losing_peers():
+            self._sums = sums, dist.all_reduce(sums, group=self._group, async_op=True)
+
+    def share(self, report: Any) -> Any:
         """Give every rank the last stage's ``report`` (others pass None).
 
         Args:
             report: Any nesting of tensors and picklable plain values.
-            checksum: This rank's float64 scalar for its batch; None skips the comparison.
 
         Raises:
             DifferentBatchesError: The checksums differ. On a GPU this comes one step late, so as not to wait for it.
@@ -96,15 +112,14 @@ class Flush:
         """
         if self._size == 1:
             return report
-        if not self._reads_packed:
-            self.check()
         tensors: list[Tensor] = []
         text = b""
         number = -1
         if self._position == self._size - 1:
             tensors, text = _described(report)
             number = self._numbers.get(text, len(self._known))
-        packed, number = self._exchange(tensors, number, checksum)
+        self._end_comparison()
+        packed, number = self._exchange(tensors, number)
         if number >= len(self._known):
             description = self._send_description(text)
             packed = self._broadcast_packed(tensors, description)
@@ -125,24 +140,25 @@ class Flush:
                 " rank 0 alone."
             )
 
-    def _exchange(self, tensors: list[Tensor], number: int, checksum: Tensor | None) -> tuple[Tensor, int]:
+    def _end_comparison(self) -> None:
+        if self._sums is None:
+            return
+        (sums, work), self._sums = self._sums, None
+        with losing_peers():
+            work.wait()
+        self._pending = Readback(sums)
+        if self._reads_packed:
+            self.check()
+
+    def _exchange(self, tensors: list[Tensor], number: int) -> tuple[Tensor, int]:
         """The one collective; the number of a new description is the number of those known."""
-        head = self._size + 1
-        packed = torch.zeros(head + self._capacity, dtype=torch.int64, device=self._device)
-        if checksum is not None:
-            packed[1 + self._position] = checksum.view(torch.int64)
+        packed = torch.zeros(1 + self._capacity, dtype=torch.int64, device=self._device)
         if self._position == self._size - 1:
             packed[0] = number
             if number < len(self._known):
-                _pack_into(packed[head:], tensors)
-        with losing_peers():
-            dist.all_reduce(packed, group=self._group)
-        if checksum is not None:
-            self._pending = Readback(packed[1:head].view(torch.float64))
-        if not self._reads_packed:
-            return packed[head:], self._number_on_host(number)
-        self.check()
-        return packed[head:], int(packed[0].item())
+                _pack_into(packed[1:], tensors)
+        self._broadcast(packed, self._group)
+        return packed[1:], int(packed[0].item()) if self._reads_packed else self._number_on_host(number)
 
     def _number_on_host(self, number: int) -> int:
         """Off the device's queue, so that the host need not wait for the device."""

@@ -111,7 +111,6 @@ class Prepared:
     plans: list[StepPlan]
     recorder: LogRecorder
     context: Callable[[], AbstractContextManager[None]]
-    checksum: Tensor | None
     is_left_out: bool = False
 
 
@@ -210,8 +209,9 @@ class StepRunner:
             loss_of=self._loss_of if training and not is_left_out else None,
             scales=self._scales(parts, accumulated) if accumulated and not is_left_out else (),
         )
-        checksum = None if self._flush.is_alone else microbatch.checksum(batch, self._device)
-        return Prepared(name, job, parts, plans, recorder, context, checksum, is_left_out)
+        if not self._flush.is_alone:
+            self._flush.begin(microbatch.checksum(batch, self._device))
+        return Prepared(name, job, parts, plans, recorder, context, is_left_out)
 
     def running(self, prepared: Prepared) -> AbstractContextManager[Any]:
         """The contexts in which the engine runs the job."""
@@ -231,7 +231,7 @@ class StepRunner:
             logged = recorder.merged(prepared.parts.weights), recorder.objects()
             calls = recorder.calls if self._replica == 0 else []
             report = (self._output(prepared, results), *logged, calls)
-        output, logs, objects, calls = self._flush.share(report, prepared.checksum)
+        output, logs, objects, calls = self._flush.share(report)
         if self._replicas.size > 1:
             size = sum(size or 0 for size in prepared.parts.sizes)
             logs = over_replicas(logs, self._replicas, prepared.parts.total, size, self._device)

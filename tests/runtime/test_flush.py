@@ -50,8 +50,8 @@ def share_all(size: int, reads_packed: bool, remembered: int) -> list[Any]:
     found = []
     for _ in range(2):  # the second time all is known, unless it was forgotten
         for report in reports():
-            checksum = torch.tensor(2.5, dtype=torch.float64)
-            found.append(flush.share(report if rank == size - 1 else None, checksum))
+            flush.begin(torch.tensor(2.5, dtype=torch.float64))
+            found.append(flush.share(report if rank == size - 1 else None))
     flush.check()
     assert len(flush._known) <= remembered
     leave()
@@ -88,7 +88,7 @@ def assert_identical(ours: Any, theirs: Any) -> None:
 
 def test_a_single_rank_keeps_its_report() -> None:
     report = {"loss": torch.tensor(1.0)}
-    assert Flush(None, None, 0, 1, CPU).share(report, None) is report
+    assert Flush(None, None, 0, 1, CPU).share(report) is report
 
 
 def compare(size: int, reads_packed: bool, batches: list[Any]) -> list[str]:
@@ -97,7 +97,8 @@ def compare(size: int, reads_packed: bool, batches: list[Any]) -> list[str]:
     texts = []
     for batch in batches[rank]:
         try:
-            flush.share(torch.tensor(1.0) if rank == size - 1 else None, microbatch.checksum(batch, CPU))
+            flush.begin(microbatch.checksum(batch, CPU))
+            flush.share(torch.tensor(1.0) if rank == size - 1 else None)
             texts.append("")
         except DifferentBatchesError as error:
             texts.append(str(error))
@@ -136,4 +137,4 @@ def test_nan_is_no_difference_and_another_order_is_one() -> None:
 def test_what_cannot_be_sent_is_named() -> None:
     flush = Flush(None, None, 1, 2, CPU)
     with pytest.raises(TypeError, match=r"cannot be sent to another process: .*lambda"):
-        flush.share({"loss": torch.tensor(1.0), "function": lambda: 0}, None)
+        flush.share({"loss": torch.tensor(1.0), "function": lambda: 0})
