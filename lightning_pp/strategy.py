@@ -6,7 +6,7 @@ file says at which of Lightning's hooks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any, Literal
@@ -35,8 +35,6 @@ from lightning_pp.weights.materialise import Construction
 from lightning_pp.weights.ownership import Ownership
 
 __all__: list[str] = []
-
-_Context = Callable[[], AbstractContextManager[None]]
 
 
 class PipelineStrategy(OptimizingProcesses):
@@ -182,7 +180,7 @@ class PipelineStrategy(OptimizingProcesses):
 
         has_data = combined is not None and bool(combined.flattened)
         first = first_arguments if has_data else None
-        pipeline.cut(name, first, self._contexts()[name], self.optimizers, self._construction)
+        pipeline.cut(name, first, precision.step_context(self.precision_plugin), self.optimizers, self._construction)
         if name == "training_step":
             self._depth = None
             if self.arguments.schedule == AUTO:
@@ -237,7 +235,7 @@ class PipelineStrategy(OptimizingProcesses):
         step = pipeline.runner.prepare(
             "training_step",
             args,
-            self.precision_plugin.train_step_context,
+            precision.step_context(self.precision_plugin),
             trainer.fit_loop.total_batch_idx,
             trainer.accumulate_grad_batches,
         )
@@ -280,7 +278,8 @@ class PipelineStrategy(OptimizingProcesses):
         runner = self.pipeline.runner
         number = compat.evaluation_batch(self._module().trainer)
         with self._explaining():
-            return self._run(runner.prepare(name, (*args, *kwargs.values()), self._contexts()[name], number))
+            context = precision.step_context(self.precision_plugin)
+            return self._run(runner.prepare(name, (*args, *kwargs.values()), context, number))
 
     def _run(self, step: Prepared) -> Any:
         """Run a step that trains nothing."""
@@ -300,15 +299,6 @@ class PipelineStrategy(OptimizingProcesses):
         self._check_hooks("on_before_backward", "on_after_backward")
         self.pipeline.mark("hooks")
         return closure_loss
-
-    def _contexts(self) -> dict[str, _Context]:
-        plugin = self.precision_plugin
-        return {
-            "training_step": plugin.train_step_context,
-            "validation_step": plugin.val_step_context,
-            "test_step": plugin.test_step_context,
-            "predict_step": plugin.predict_step_context,
-        }
 
     # -- the end ----------------------------------------------------------------------------------------------------
 

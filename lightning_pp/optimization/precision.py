@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -37,6 +38,14 @@ def check(plugin: Precision) -> None:
             " decisions all stages would have to share. Give MixedPrecision(scaler=...) a torch.amp.GradScaler, with"
             " any settings."
         )
+
+
+def step_context(plugin: Precision) -> Callable[[], AbstractContextManager[Any]]:
+    """The context of a step. The plugins that are supported wrap this one for each kind of step, and add nothing.
+
+    It is entered for every micro-batch on every stage, so that it matters how long that takes.
+    """
+    return plugin.forward_context
 
 
 def loss_scaling(plugin: Precision) -> Callable[[Tensor], Tensor] | None:

@@ -130,7 +130,10 @@ class Sender:
             return
         under_way = self._under_way
         under_way.append((message, parts))
-        while under_way and (len(under_way) > self.window or all(part.is_done() for part in under_way[0][1])):
+        if self._peer.tells_when_done:
+            while under_way and all(part.is_done() for part in under_way[0][1]):
+                self._wait()
+        while len(under_way) > self.window:
             self._wait()
 
     def finish(self) -> None:
@@ -164,6 +167,9 @@ class Receiver:
 
     To post a receive takes the host as long as a small transfer, so that is best done while it waits anyway. Where it
     waits is much the same in every batch: each message is remembered that was there already when it was wanted.
+
+    Attributes:
+        num_waiting: Messages that are posted or have come early: the buffers this edge holds.
     """
 
     def __init__(self, peer: Peer, header_peer: Peer, label: Label | None = None) -> None:
@@ -174,6 +180,7 @@ class Receiver:
         self._posted: deque[tuple[Message, list[Pending | Tensor], Pending | None]] = deque()
         self._early: dict[Message, list[Pending | Tensor]] = {}
         self._prompt: set[Message] = set()
+        self.num_waiting = 0
         self._known: Known = lambda message: None
         self._learn: Learn | None = None
         self._notes: Notes | None = None
@@ -199,14 +206,8 @@ class Receiver:
         """Wait for ``message`` and for no other; one more is always posted meanwhile."""
         start = time.monotonic()
         try:
-            while message not in self._early:
-                if not self._posted:
-                    self._post(1, may_wait=True)
-                first, parts, note = self._posted.popleft()
-                self._early[first] = parts
-                if note is not None and self._notes is not None:
-                    self._notes.read(first, note.wait().tolist())
-            parts = self._early.pop(message)
+            parts = self._early.pop(message) if message in self._early else self._next(message)
+            self.num_waiting -= 1
             self._post(1, may_wait=False)
             tensors = [part if isinstance(part, Tensor) else part.wait() for part in parts]
         except PeerLost as error:
@@ -229,10 +230,17 @@ class Receiver:
         """Post the next receives, as far as nothing has to be waited for."""
         self._post(DEPTH, may_wait=False)
 
-    @property
-    def num_waiting(self) -> int:
-        """Messages that are posted or have come early: the buffers this edge holds."""
-        return len(self._posted) + len(self._early)
+    def _next(self, message: Message) -> list[Pending | Tensor]:
+        """Go on to ``message``; what comes before it is kept."""
+        while True:
+            if not self._posted:
+                self._post(1, may_wait=True)
+            first, parts, note = self._posted.popleft()
+            if note is not None and self._notes is not None:
+                self._notes.read(first, note.wait().tolist())
+            if first == message:
+                return parts
+            self._early[first] = parts
 
     def _post(self, depth: int, may_wait: bool) -> None:
         """Post receives until ``depth`` are; one whose header is yet to come only if we ``may_wait`` for that."""
@@ -248,6 +256,7 @@ class Receiver:
             self._expected.popleft()
             note = self._start_note(message)
             self._posted.append((message, [self._start(spec) for spec in specs], note))
+            self.num_waiting += 1
 
     def _start_note(self, message: Message) -> Pending | None:
         size = self._notes.size(message) if self._notes is not None else 0

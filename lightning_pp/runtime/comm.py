@@ -197,6 +197,7 @@ class Peer:
 
     Attributes:
         device: As given.
+        tells_when_done: Whether it is known of a transfer, without waiting, that it is done; Gloo never knows.
     """
 
     def __init__(self, group: Any, other: int, device: torch.device, backend: str) -> None:
@@ -204,6 +205,7 @@ class Peer:
         self._other = other
         self.device = device
         self._on_host = backend == "gloo"
+        self.tells_when_done = not self._on_host
         self._through_host = self._on_host and device.type != "cpu"
 
     def send(self, tensor: Tensor) -> Pending:

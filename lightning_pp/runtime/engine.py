@@ -229,7 +229,8 @@ class Engine:
         if self.held is not None:
             saved.counted = self.held.keep(key[1], saved.received)
         self._saved[key] = saved
-        self.in_flight_peak = max(self.in_flight_peak, len(self._saved))
+        if len(self._saved) > self.in_flight_peak:
+            self.in_flight_peak = len(self._saved)
 
     def _backward(self, job: Job, task: Task) -> None:
         key = task.key
@@ -290,10 +291,13 @@ class Engine:
     def _take(self, task: Task) -> list[Tensor]:
         receiver = task.receiver
         assert receiver is not None
-        if not receiver.is_prompt(task.message):  # there will be time
-            for other in self._receivers.values():
+        num_waiting, is_prompt = 0, receiver.is_prompt(task.message)
+        for other in self._receivers.values():
+            if not is_prompt:  # there will be time
                 other.post_ahead()
-        self.buffers_peak = max(self.buffers_peak, sum([other.num_waiting for other in self._receivers.values()]))
+            num_waiting += other.num_waiting
+        if num_waiting > self.buffers_peak:
+            self.buffers_peak = num_waiting
         return receiver.take(task.message)
 
     # -- failure ----------------------------------------------------------------------------------------------------

@@ -1,10 +1,10 @@
 """What is shared at the end of a step: what the last stage knows reaches every rank, and batches are compared.
 
-One packed int64 tensor carries the bits of the loss, of logged values and of small results from the last stage, which is
-ready first, to the others, so that nobody waits. The checksums of the batch, one from each stage, are summed up beside
-the whole step: that begins before its first micro-batch. What the values are (names, structure, dtypes) is described
-separately, and a description travels only the first time it occurs; afterwards its number in the packed tensor is
-enough.
+One packed int64 tensor carries the bits of the loss, of logged values and of small results from the last stage, which
+is ready first, to the others, so that nobody waits. The checksums of the batch, one from each stage, are summed up
+beside the whole step: that begins before its first micro-batch. What the values are (names, structure, dtypes) is
+described separately, and a description travels only the first time it occurs; afterwards its number in the packed
+tensor is enough.
 """
 
 from __future__ import annotations

@@ -68,9 +68,9 @@ class Returns:
 
     def outgoing(self, message: Message, received: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> Outgoing:
         """Make a message of ``gradients``, those of what was ``received``."""
-        stage = message[0]
-        note = [int(gradient is not None) for gradient in gradients]
+        stage, note = message[0], None
         if message in self._firsts:
+            note = [int(gradient is not None) for gradient in gradients]
             self._lacking[stage] = not all(note)
         elif gradients and self._lacking[stage]:
             there = [torch.empty(0, dtype=torch.bool) if gradient is None else gradient for gradient in gradients]
@@ -79,10 +79,12 @@ class Returns:
             torch.zeros_like(tensor) if gradient is None else gradient
             for tensor, gradient in zip(received, gradients, strict=True)
         ]
-        return Outgoing(whole, None, note if message in self._firsts and note else None)
+        return Outgoing(whole, None, note or None)
 
     def incoming(self, message: Message, tensors: list[Tensor]) -> list[Tensor | None]:
         """The gradients that have come, None where there is none."""
+        if message not in self._firsts and not self._lacking.get(message[0]):
+            return [*tensors]
         note = self._came.pop(message, None) or [tensor.dtype is not torch.bool for tensor in tensors]
         return [tensor if is_there else None for tensor, is_there in zip(tensors, note, strict=True)]
 

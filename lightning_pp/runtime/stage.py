@@ -73,6 +73,10 @@ class Layout:
             for index, call in enumerate(self.calls[: self.stop])
         ]
         self.rewritten = [_rewritten(call) for call in self.calls]
+        self.is_plain = [
+            isinstance(call.structure, tree.Slot) and given_on == (0,) and not (call.writes or call.leaves[0].written)
+            for call, given_on in zip(self.calls, self.captured, strict=False)
+        ]
 
     def recomputing(self, layer: str, compute: Callable[..., Any]) -> Callable[..., Any]:
         """``compute``, with its activations dropped and computed again in the backward pass where that is wanted."""
@@ -137,7 +141,7 @@ class Frame:
         self._board = board
         self._cursor = 0
         self.current: str | None = None
-        self.values: dict[Output, Tensor] = dict(zip(layout.takes, received, strict=True))
+        self.values: dict[Output, Tensor] = dict(zip(layout.takes, received, strict=True)) if received else {}
 
     def __call__(self, name: str, compute: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Compute, answer or end."""
@@ -157,7 +161,9 @@ class Frame:
         self.current = name
         result = self._compute(call, seed, compute, args, kwargs)
         self.current = None
-        if layout.captured[index]:
+        if layout.is_plain[index] and type(result) is Tensor:
+            self.values[index, 0] = result
+        elif layout.captured[index]:
             result = self._capture(index, call, args, kwargs, result)
         return result
 
