@@ -35,9 +35,13 @@ class Cost:
 
     @contextmanager
     def measuring(self, parameters: dict[str, Tensor], wanted: bool) -> Iterator[None]:
-        """Count inside the block, if ``wanted``; what is saved of ``parameters`` is free."""
+        """Count inside the block, if ``wanted``; what is saved of ``parameters`` is free.
+
+        In either case hooks of the user's on saved tensors, of which the innermost count, see nothing of it.
+        """
         if not wanted:
-            yield
+            with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+                yield
             return
         own = {storage_key(tensor) for tensor in parameters.values()}
         keep: list[Tensor] = []
