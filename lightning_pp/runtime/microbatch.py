@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import zlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
@@ -85,7 +87,8 @@ def signature(batch: object) -> tuple[Any, ...]:
     """What two micro-batches must share to be planned alike: structure, shapes, dtypes and plain values.
 
     Lists of as many plain values as there are samples (names, ids) are known by their type and length alone, and
-    objects that are neither containers nor plain values by their type and the tensors that they hold.
+    objects that are neither containers nor plain values by their type and the tensors that they hold. Of an array of
+    numpy only shape and dtype count.
     """
     return _signature(batch, batch_size(batch))
 
@@ -105,6 +108,8 @@ def _signature(value: object, size: int | None) -> tuple[Any, ...]:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = [field.name for field in dataclasses.fields(value)]
         return (type(value), *((name, _signature(getattr(value, name, None), size)) for name in names))
+    if isinstance(value, np.ndarray):
+        return (type(value), value.shape, value.dtype.str)
     found = tree.tensors_of(value) or _held(value, _DEPTH)
     return (type(value), *((tuple(leaf.shape), leaf.dtype) for leaf in found))
 
@@ -130,19 +135,40 @@ def _slots(cls: type) -> tuple[str, ...]:
 def checksum(batch: object, device: torch.device) -> Tensor:
     """A number that differs where two stages hold different batches, or the same samples in another order.
 
-    Of large tensors it looks at some numbers of each row, at the same places on all stages.
+    Of large tensors it looks at some numbers of each row, at the same places on all stages. Objects are opened as far
+    as :func:`signature` opens them. Plain numbers count, as they may decide what a step does, but no strings: paths may
+    differ between machines.
 
     Returns:
         A float64 scalar on ``device``; computed without synchronising.
     """
     total = torch.zeros((), dtype=torch.float64, device=device)
-    for position, tensor in enumerate(tree.tensors_of(batch), start=1):
+    leaves = tree.leaves(batch)
+    for position, tensor in enumerate(_all_tensors(leaves), start=1):
         if tensor.numel() == 0 or tensor.is_complex() or tensor.layout is not torch.strided:
             continue
         rows = _sample(tensor.detach()).sum(1, dtype=torch.float64)
         ramp = torch.arange(1, rows.shape[0] + 1, dtype=torch.float64, device=rows.device)
         total = total + (position * torch.nan_to_num(rows, posinf=0.0, neginf=0.0).dot(ramp)).to(device)
-    return total
+    numbers = [leaf for leaf in leaves if isinstance(leaf, (bool, int, float))]
+    if not numbers:
+        return total
+    digest = zlib.crc32(repr(numbers[:_SAMPLED]).encode()) / 2**32
+    return total * (1.0 + digest) + digest
+
+
+def _all_tensors(leaves: Sequence[Any]) -> list[Tensor]:
+    """The tensors among ``leaves``, those in objects that are no containers too, and of arrays a part."""
+    found = []
+    for leaf in leaves:
+        if isinstance(leaf, Tensor):
+            found.append(leaf)
+        elif isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biuf":
+            part = leaf.reshape(-1)[:: -(-leaf.size // _SAMPLED) or 1]
+            found.append(torch.from_numpy(part.astype(np.float64)))
+        elif not isinstance(leaf, _PLAIN):
+            found += _held(leaf, _DEPTH)
+    return found
 
 
 def _sample(tensor: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from collections import UserDict, namedtuple
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -175,6 +176,22 @@ def test_checksum_passes_over_what_it_cannot_sum() -> None:
     assert checksum([torch.tensor([1.0, math.nan])], CPU) == checksum([torch.tensor([1.0, math.nan])], CPU) == 1
 
 
+def test_checksum_sees_into_objects_and_arrays() -> None:
+    for make in (lambda a: {"graphs": _Opaque(3, a)}, lambda a: [np.full((2, 3), a)], lambda a: np.arange(70_001) * a):
+        assert checksum(make(1.0), CPU) == checksum(make(1.0), CPU) != 0
+        assert checksum(make(1.0), CPU) != checksum(make(2.0), CPU)
+    assert checksum([np.array(["text"]), np.zeros((0, 2))], CPU) == 0
+
+
+def test_checksum_sees_plain_numbers_beside_tensors_of_any_size() -> None:
+    for tensor in (torch.zeros(2), torch.full((4, 100), 50_000)):
+        found = [float(checksum((tensor, number), CPU)) for number in (True, False, 2, 3, 2.5, math.nan)]
+        found.append(float(checksum((tensor, [2, 3]), CPU)))
+        size = max(1.0, *map(abs, found))
+        assert all(abs(a - b) > 1e-4 * size for i, a in enumerate(found) for b in found[:i]), found
+    assert checksum((torch.ones(2), "a path"), CPU) == checksum((torch.ones(2), "another"), CPU)
+
+
 # --- joining ---
 
 WEIGHTS = [0.5, 0.25, 0.25]
@@ -226,8 +243,8 @@ def test_weighted_mean_keeps_dtype_and_shape() -> None:
 class _Opaque:
     """A batch class that nobody has registered anywhere."""
 
-    def __init__(self, size: int) -> None:
-        self.inner = _Slotted(torch.zeros(size, 2))
+    def __init__(self, size: int, value: float = 0.0) -> None:
+        self.inner = _Slotted(torch.full((size, 2), value))
         self.me = self
 
 
@@ -244,3 +261,5 @@ def test_objects_are_told_apart_by_the_shapes_that_they_hold() -> None:
     assert signature(_Opaque(2)) == signature(_Opaque(2))
     assert signature(_Opaque(2)) != signature(_Opaque(3))
     assert signature({"graphs": _Opaque(2)}) != signature({"graphs": _Opaque(3)})
+    assert signature(np.zeros(3)) == signature(np.ones(3)) != signature(np.zeros(2))
+    assert signature(np.zeros(3)) != signature(np.zeros(3, dtype=int))
