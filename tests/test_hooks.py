@@ -8,7 +8,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.optim import Optimizer
 
 from tests.models import MLP, MODELS
-from tests.training import Outcome, assert_same, piped, plain
+from tests.training import Outcome, Table, assert_same
 
 
 def gradients(module: LightningModule) -> dict[str, float | None]:
@@ -53,15 +53,25 @@ class LateWatch(GradientWatch):
     on_before_backward = Callback.on_before_backward
 
 
+WATCHED = Table(
+    {
+        (watch.__name__, accumulate): {
+            "name": "GPT",
+            "callbacks": (watch,),
+            "trainer": {"accumulate_grad_batches": accumulate, "gradient_clip_val": 0.1},
+        }
+        for watch in (GradientWatch, LateWatch)
+        for accumulate in (1, 3)
+    }
+    | {"Measured": {"name": "Measured", "validate": True, "trainer": {"max_epochs": 3}}}
+)
+
+
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("stages", [1, 2, 4])
-@pytest.mark.parametrize("watch", [GradientWatch, LateWatch])
-def test_gradients_at_every_hook(stages: int, accumulate: int, watch: type[Callback]) -> None:
-    options: dict[str, Any] = {
-        "callbacks": (watch,),
-        "trainer": {"accumulate_grad_batches": accumulate, "gradient_clip_val": 0.1},
-    }
-    reference, found = plain("GPT", **options), piped("GPT", stages, 3, **options)
+@pytest.mark.parametrize("watch", ["GradientWatch", "LateWatch"])
+def test_gradients_at_every_hook(stages: int, accumulate: int, watch: str) -> None:
+    reference, found = WATCHED.plain((watch, accumulate)), WATCHED.piped((watch, accumulate), stages)
     assert_same(reference, found)
     for outcome in found:
         assert outcome.extra.get("losses") == pytest.approx(reference.extra.get("losses"), abs=1e-9)
@@ -80,9 +90,17 @@ class TiedWatch(Callback):
         self.outcome.extra.setdefault("tied", []).append(None if tied.is_meta else tied.detach().clone())
 
 
-@pytest.mark.parametrize("name", ["GPT", "HeadInGlueGPT", "DropoutGPT"])
+TIED = Table(
+    {
+        name: {"name": name, "callbacks": (TiedWatch,), "trainer": {"gradient_clip_val": 0.1, "max_epochs": 3}}
+        for name in ("GPT", "HeadInGlueGPT", "DropoutGPT")
+    }
+)
+
+
+@pytest.mark.parametrize("name", TIED.keys)
 def test_tied_copies_are_bit_equal_after_every_step(name: str) -> None:
-    found = piped(name, 3, 3, callbacks=(TiedWatch,), trainer={"gradient_clip_val": 0.1, "max_epochs": 3})
+    found = TIED.piped(name, 3)
     first, between, last = (outcome.extra["tied"] for outcome in found)
     assert len(first) == 9
     assert between == [None] * 9
@@ -149,19 +167,23 @@ for _cls in (ScheduledMLP, PlateauMLP, ZeroGradKeeper, OwnClipping, Optimizers, 
 
 @pytest.mark.parametrize("stages", [1, 2, 4])
 def test_metrics_that_live_where_they_are_updated(stages: int) -> None:
-    options: dict[str, Any] = {"validate": True, "trainer": {"max_epochs": 3}}
-    reference, found = plain("Measured", **options), piped("Measured", stages, 3, **options)
+    reference, found = WATCHED.plain("Measured"), WATCHED.piped("Measured", stages)
     assert {"train_error", "step_error", "mse", "mae"} <= reference.final.keys()
     assert_same(reference, found)
 
 
-@pytest.mark.parametrize("stages", [2, 3])
-@pytest.mark.parametrize(
-    "name", ["ScheduledMLP", "PlateauMLP", "ZeroGradKeeper", "OwnClipping", "Optimizers", "LogsALot"]
+OWN = Table(
+    {
+        name: {"name": name, "trainer": {"max_epochs": 3}, "callbacks": (LateWatch,)}
+        for name in ("ScheduledMLP", "PlateauMLP", "ZeroGradKeeper", "OwnClipping", "Optimizers", "LogsALot")
+    }
 )
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+@pytest.mark.parametrize("name", OWN.keys)
 def test_what_a_module_may_do_in_its_hooks(name: str, stages: int) -> None:
-    options: dict[str, Any] = {"trainer": {"max_epochs": 3}, "callbacks": (LateWatch,)}
-    reference, found = plain(name, **options), piped(name, stages, 3, **options)
+    reference, found = OWN.plain(name), OWN.piped(name, stages)
     assert_same(reference, found)
     for outcome in found:
         assert outcome.extra["rates"] == reference.extra["rates"]

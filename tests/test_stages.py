@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_pp import PipelineStrategy
 from tests.launch import run_ranks
 from tests.models import GPT, MODELS, Module
-from tests.training import QUIET, piped, plain, whole
+from tests.training import QUIET, Table, assert_same, piped, plain, whole
 
 
 def wide_batch(samples: int) -> Any:
@@ -29,27 +29,38 @@ def batch_of_64() -> Any:
     return wide_batch(64)
 
 
+FLIGHTS = Table(
+    {
+        (schedule, microbatches): {
+            "name": "MLP",
+            "microbatches": microbatches,
+            "strategy": {"schedule": schedule},
+            "loader": batch_of_64,
+            "trainer": {"max_epochs": 1},
+        }
+        for schedule in ("1f1b", "gpipe", "eager_1f1b")
+        for microbatches in (1, 2, 8, 64)
+    }
+)
+
+
 @pytest.mark.parametrize("microbatches", [1, 2, 8, 64])
 @pytest.mark.parametrize("stages", [2, 4])
 def test_micro_batches_in_flight(stages: int, microbatches: int) -> None:
     """Counted in the running program: min(M, P - k) on rank k for 1F1B, M for GPipe; buffers do not grow with M."""
-    options: dict[str, Any] = {"loader": batch_of_64, "trainer": {"max_epochs": 1}}
-    found = piped("MLP", stages, microbatches, **options)
+    found = FLIGHTS.piped(("1f1b", microbatches), stages)
     assert [o.extra["in_flight"] for o in found] == [min(microbatches, stages - k) for k in range(stages)]
     assert all(o.extra["buffers"] <= 4 for o in found)
-    found = piped("MLP", stages, microbatches, strategy={"schedule": "gpipe"}, **options)
+    found = FLIGHTS.piped(("gpipe", microbatches), stages)
     assert [o.extra["in_flight"] for o in found] == [microbatches] * stages
-    found = piped("MLP", stages, microbatches, strategy={"schedule": "eager_1f1b"}, **options)
+    found = FLIGHTS.piped(("eager_1f1b", microbatches), stages)
     assert [o.extra["in_flight"] for o in found] == [min(microbatches, 2 * (stages - k) - 1) for k in range(stages)]
 
 
 @pytest.mark.parametrize("stages", [2, 4])
 def test_receive_buffers_do_not_grow_with_micro_batches(stages: int) -> None:
     """Two are posted ahead on each of a rank's incoming edges."""
-    eight, many = (
-        [o.extra["buffers"] for o in piped("MLP", stages, m, loader=batch_of_64, trainer={"max_epochs": 1})]
-        for m in (8, 64)
-    )
+    eight, many = ([o.extra["buffers"] for o in FLIGHTS.piped(("1f1b", m), stages)] for m in (8, 64))
     assert eight == many
     assert eight == [2, *[4] * (stages - 2), 2]
 
@@ -239,19 +250,19 @@ def test_backward_stops_where_nothing_trains() -> None:
     assert run_ranks(messages, 3, "MLP", 3) == [2, 4, 2]
 
 
-@pytest.mark.parametrize("balance", ["flops", "params", "time", "memory"])
-def test_every_balance_trains_alike(balance: str) -> None:
-    from tests.training import assert_same
+CUTS = Table(
+    {balance: {"name": "GPT", "strategy": {"balance": balance}} for balance in ("flops", "params", "time", "memory")}
+    | {"split": {"name": "GPT", "strategy": {"split": ["blocks.1", "blocks.3"], "layers": ["tests.models.Block"]}}}
+)
 
-    assert_same(plain("GPT"), piped("GPT", 3, 3, strategy={"balance": balance}))
+
+@pytest.mark.parametrize("cut", CUTS.keys)
+def test_every_cut_trains_alike(cut: str) -> None:
+    assert_same(plain("GPT"), CUTS.piped(cut, 3))
 
 
 def test_explicit_split_and_layers() -> None:
-    from tests.training import assert_same
-
-    split = ["blocks.1", "blocks.3"]
-    found = piped("GPT", 3, 3, strategy={"split": split, "layers": ["tests.models.Block"]})
-    assert_same(plain("GPT"), found)
+    found = CUTS.piped("split", 3)
     here = [{name.split(".")[1] for name in o.parameters if name.startswith("blocks")} for o in found]
     assert here == [{"0"}, {"1", "2"}, {"3"}]
     whole_model = piped("GPT", 1, 2, strategy={"layers": [nn.ModuleList]})

@@ -40,7 +40,7 @@ class Cost:
         In either case hooks of the user's on saved tensors, of which the innermost count, see nothing of it.
         """
         if not wanted:
-            with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+            with torch.autograd.graph.saved_tensors_hooks(_itself, _itself):
                 yield
             return
         own = {storage_key(tensor) for tensor in parameters.values()}
@@ -53,7 +53,7 @@ class Cost:
             return tensor
 
         counter = FlopCounterMode(display=False)
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), counter:
+        with torch.autograd.graph.saved_tensors_hooks(pack, _itself), counter:
             yield
         self.flops = int(counter.get_total_flops())
         self.saved_bytes = sum(self._storages.values())
@@ -261,9 +261,18 @@ class Inference:
 
     def _fake_parameter(self, tensor: Tensor) -> Tensor:
         if id(tensor) not in self._fakes:
-            fake = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=self._device)
-            self._fakes[id(tensor)] = fake.requires_grad_(tensor.requires_grad)
+            self._fakes[id(tensor)] = torch.empty_strided(
+                tensor.size(),
+                tensor.stride(),
+                dtype=tensor.dtype,
+                device=self._device,
+                requires_grad=tensor.requires_grad,
+            )
         return self._fakes[id(tensor)]
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def _copied(item: Any) -> Any:

@@ -1,8 +1,9 @@
 """The modes that look on: lifted from the stack where they can be, and never in the user's way."""
 
+import pytest
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -110,3 +111,21 @@ def test_costs_are_counted_where_they_are_wanted():
 def test_the_second_of_two_runs_keeps_the_costs_of_the_first():
     found = trace(nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3)), torch.ones(3, 4), twice=True)
     assert [call.flops for call in found.calls] == [2 * 3 * 4 * 5, 2 * 3 * 5 * 3]
+
+
+@pytest.mark.parametrize("measured", [True, False])
+def test_hooks_of_the_users_on_what_is_saved_see_no_fake_tensor(measured):
+    saved = []
+
+    def pack(tensor):
+        saved.append(type(tensor))
+        return tensor
+
+    def step(net, x):
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            x = net.layers[0](x) * 2
+            return (net.layers[1](x) ** 2).sum()
+
+    trace(Net(2, step), torch.ones(3, 4), measured=measured)
+    assert saved, "the code between the layers saves"
+    assert FakeTensor not in saved

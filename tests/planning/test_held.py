@@ -67,7 +67,8 @@ class Monitor(ActivationMemoryMonitor):
             extra["sent"] = 0
 
             def counted(peer: Peer, tensor: Tensor) -> Any:
-                extra["sent"] += tensor.nbytes
+                if tensor.dtype is not torch.uint8:  # a note on which gradients there are
+                    extra["sent"] += tensor.nbytes
                 return send(peer, tensor)
 
             Peer.send = counted  # type: ignore[method-assign]
