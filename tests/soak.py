@@ -1,9 +1,14 @@
 """A long run: validation, checkpoints and batches of many lengths; is memory flat, does anything pile up or drift?
 
 ``python -m tests.soak --steps 2000``
+
+The plain run is made beside it, and what grows is compared with what grows there. torch notes the last 2000 collectives
+of a process for whoever looks for a hang, each with its names and its call stack: 2 to 3 MiB until the notes are full.
+They are switched off here, or they would hide what the pipeline itself leaves.
 """
 
 import argparse
+import gc
 import os
 import tempfile
 import time
@@ -22,8 +27,10 @@ from tests.training import QUIET
 
 #: lengths of sequences; a batch has one of them, as a loader that sorts samples into buckets gives
 LENGTHS = (5, 9, 14, 20, 23)
-#: steps between two looks at a process
-EVERY = 25
+#: looks at a process in a run
+LOOKS = 40
+#: how many entries torch's record of collectives has; its name in older versions is the other one
+RECORD = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 
 
 class Sequences(LightningModule):
@@ -76,15 +83,19 @@ class Batches(torch.utils.data.Dataset[Tensor]):
 class Looks(Callback):
     """Looks at this process again and again."""
 
-    def __init__(self) -> None:
+    def __init__(self, every: int) -> None:
+        self.every = every
         self.losses: list[float] = []
         self.rss: list[int] = []
+        self.objects: list[int] = []
         self.threads: list[int] = []
         self.handles: list[int] = []
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *args: Any) -> None:
         self.losses.append(outputs["loss"].item())
-        if trainer.global_step % EVERY == 0:
+        if trainer.global_step % self.every == 0:
+            gc.collect()
+            self.objects.append(len(gc.get_objects()))
             pages = int(Path("/proc/self/statm").read_text().split()[1])
             self.rss.append(pages * os.sysconf("SC_PAGE_SIZE"))
             self.threads.append(len(os.listdir("/proc/self/task")))
@@ -93,8 +104,9 @@ class Looks(Callback):
 
 def soak(steps: int, stages: int, folder: str) -> dict[str, Any]:
     """One process's part of the run; ``stages=0`` is the plain run."""
+    os.environ.update(dict.fromkeys(RECORD, "0"))
     torch.manual_seed(7)
-    looks, module = Looks(), Sequences()
+    looks, module = Looks(max(1, steps // LOOKS)), Sequences()
     keeper = ModelCheckpoint(folder, every_n_train_steps=max(10, steps // 10), save_top_k=2, monitor="loss")
     options: dict[str, Any] = {**QUIET, "enable_checkpointing": True}
     if stages:
@@ -120,15 +132,21 @@ def drift(plain: dict[str, Any], ranks: list[dict[str, Any]]) -> tuple[float, fl
     return losses, max(float((found[name] - p).abs().max()) for name, p in plain["parameters"].items())
 
 
-def growth(rank: dict[str, Any], name: str, since: float = 0.25) -> tuple[int, int]:
+def growth(run: dict[str, Any], name: str, since: float = 0.25) -> tuple[int, int]:
     """What a count was after the first quarter of the run, and at its end: each the middle of five looks."""
-    series = rank[name]
+    series = run[name]
     first = int(len(series) * since)
 
     def middle(values: list[int]) -> int:
         return sorted(values)[len(values) // 2]
 
     return middle(series[first : first + 5]), middle(series[-5:])
+
+
+def more(run: dict[str, Any], name: str) -> int:
+    """By how much a count has grown since the first quarter of the run."""
+    before, after = growth(run, name)
+    return after - before
 
 
 def main() -> None:
@@ -144,10 +162,10 @@ def main() -> None:
     print("largest difference of a loss {:.1e}, of a parameter {:.1e}".format(*drift(plain, ranks)))
     for name, one in (("plain", plain), *((f"rank {number}", rank) for number, rank in enumerate(ranks))):
         before, after = growth(one, "rss")
-        print(
-            f"{name}: RSS {before / 2**20:.1f} -> {after / 2**20:.1f} MiB over the last three quarters,"
-            f" threads {growth(one, 'threads')}, handles {growth(one, 'handles')}"
+        counts = ", ".join(
+            f"{what} {'{} -> {}'.format(*growth(one, what))}" for what in ("objects", "threads", "handles")
         )
+        print(f"{name}: over the last three quarters RSS {before / 2**20:.2f} -> {after / 2**20:.2f} MiB, {counts}")
 
 
 if __name__ == "__main__":
