@@ -18,9 +18,11 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.trainer.states import TrainerStatus
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.utils._mode_utils import no_dispatch
+from torch.utils.checkpoint import checkpoint
 
 from lightning_pp import compat
 from lightning_pp.runtime import profiling
+from lightning_pp.runtime.reruns import running_checkpoints
 
 
 def test_loops_and_their_loaders() -> None:
@@ -241,3 +243,21 @@ def test_subclasses_of_tensors_see_operators_on_lists_too() -> None:
     assert isinstance(parameter, torch.nn.Parameter)
     with pytest.raises(RuntimeError, match="incompatible tensor type"):  # an absent one is not assigned in silence
         torch.nn.Parameter(torch.ones(2)).data = seeing()
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_what_a_gradient_checkpoint_keeps_from_its_first_run_to_its_second(reentrant: bool) -> None:
+    found = []
+
+    def part(x: torch.Tensor) -> torch.Tensor:
+        found.append([(kept, again) for _, kept, again in running_checkpoints()])
+        return x.sin().exp()
+
+    assert list(running_checkpoints()) == []
+    x = torch.ones(2, requires_grad=True)
+    checkpoint(part, checkpoint(part, x, use_reentrant=reentrant), use_reentrant=reentrant).sum().backward()
+    (one, other), (again_other, again_one) = found[:2], found[2:]
+    assert [run[0][1] for run in found] == [False, False, True, True]
+    assert again_one[0][0] is one[0][0]
+    assert again_other[0][0] is other[0][0]
+    assert one[0][0] is not other[0][0]

@@ -77,6 +77,8 @@ class Call:
         saved_bytes: Bytes it keeps for its backward, parameters excluded.
         seconds: What the trace's ``time_call`` said; 0 without one.
         region: The reentrant gradient checkpoint that it runs in, numbered; None outside of one.
+        inner: Leaves that do not leave this checkpoint as they are, though it trains: only in there they get a
+            gradient.
         resumes: Other calls of the layer that have left it values (in a cache of keys and values) which it uses.
     """
 
@@ -91,6 +93,7 @@ class Call:
     saved_bytes: int
     seconds: float = 0.0
     region: int | None = None
+    inner: frozenset[int] = frozenset()
     resumes: frozenset[int] = frozenset()
 
 
@@ -155,20 +158,23 @@ class Trace:
         for first, last, why in self._together():
             if stage_of[first] != stage_of[last]:
                 raise TraceError(why)
+        for bound in set(bounds[1:-1]):
+            for index, leaf in self.live(bound) if bound < len(self.calls) else ():
+                if leaf in self.calls[index].inner:
+                    raise TraceError(_goes_on(self.calls[index].layer, self.calls[bound].layer))
 
     def _together(self) -> Iterator[tuple[int, int, str]]:
         """Pairs of calls that one stage has to run, and why."""
-        first: dict[object, int] = {}
+        first: dict[int, int] = {}
         for index, call in enumerate(self.calls):
             for other in call.resumes:
                 yield other, index, _resumed(call.layer)
             if call.region is None:
                 continue
-            # One checkpoint, and one layer in several of them: a reentrant checkpoint runs without gradients and builds
-            # its graph when it returns, which it would do on neither of two stages.
-            for key in (call.region, call.layer):
-                other = first.setdefault(key, index)
-                yield other, index, _checkpointed(self.calls[other].layer, call.layer)
+            # A reentrant checkpoint runs without gradients and builds its graph when it returns, which it would do on
+            # neither of two stages.
+            other = first.setdefault(call.region, index)
+            yield other, index, _checkpointed(self.calls[other].layer, call.layer)
 
     @property
     def layers(self) -> tuple[str, ...]:
@@ -181,6 +187,15 @@ def _checkpointed(first: str, last: str) -> str:
         f"A cut between layers {first!r} and {last!r} divides what runs in"
         " torch.utils.checkpoint.checkpoint(..., use_reentrant=True). Use use_reentrant=False, checkpoint the layers"
         " one by one, or set activation_checkpointing=True instead."
+    )
+
+
+def _goes_on(layer: str, following: str) -> str:
+    return (
+        f"A cut in front of layer {following!r} lies behind torch.utils.checkpoint.checkpoint(..., use_reentrant=True)"
+        f" around layer {layer!r}. What that layer returns is computed with, changed or hooked before it leaves the"
+        " checkpoint, or changed in place or hooked behind it. Use use_reentrant=False, or set"
+        " activation_checkpointing=True instead."
     )
 
 

@@ -94,6 +94,7 @@ class _Tracer:
         self._kept: dict[int, str] = {}
         self._trains = torch.is_grad_enabled()
         self._regions: list[FrameType] = []
+        self._training_regions: set[int] = set()
 
     def run(self, step: Callable[[], Any], time_call: TimeCall | None = None, measured: bool = False) -> Trace:
         self._calls, self._given, self._time_call = [], [], time_call
@@ -217,6 +218,8 @@ class _Tracer:
             if frame.f_code is CheckpointFunction.forward.__code__:
                 if frame not in self._regions:
                     self._regions.append(frame)
+                    if any(frame.f_locals["ctx"].needs_input_grad):
+                        self._training_regions.add(len(self._regions) - 1)
                 return self._regions.index(frame)
             frame = frame.f_back
         return None
@@ -233,7 +236,15 @@ class _Tracer:
         leaves = tuple(
             Leaf(leaf.shape, leaf.dtype, (index, number) in touched) for number, leaf in enumerate(call.leaves)
         )
-        return replace(call, leaves=leaves, needs=outputs_of(sources), parameters=names_of(sources) | everywhere)
+        needs, parameters = outputs_of(sources), names_of(sources) | everywhere
+        return replace(call, inner=self._inner(call, leaves, index), leaves=leaves, needs=needs, parameters=parameters)
+
+    def _inner(self, call: Call, leaves: tuple[Leaf, ...], index: int) -> frozenset[int]:
+        if call.region not in self._training_regions:
+            return frozenset()
+        given = enumerate(zip(self._given[index], leaves, strict=False))
+        floats = [(number, leaf, output) for number, (output, leaf) in given if output.is_floating_point()]
+        return frozenset(number for number, leaf, output in floats if leaf.written or output.grad_fn is None)
 
     # -- what cannot be cut -----------------------------------------------------------------------------------------
 
@@ -328,4 +339,5 @@ def _merged(one: Call, two: Call) -> Call:
         parameters=one.parameters | two.parameters,
         draws=one.draws or two.draws,
         resumes=one.resumes | two.resumes,
+        inner=one.inner | two.inner,
     )

@@ -240,6 +240,8 @@ class Engine:
             roots, grads = there(roots, self._grads_in.pop(key))
         if roots:
             self._stage.backward(saved.layout, roots, grads, saved.received)
+        else:
+            self._stage.skip_backward(saved.received)
         if task.is_last and job.backward_done is not None:
             job.backward_done()
         if key[0] == 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -15,6 +16,7 @@ from lightning_pp.partition.plan import Segment
 from lightning_pp.partition.switch import Switchboard
 from lightning_pp.runtime import rng
 from lightning_pp.runtime.again import recomputed
+from lightning_pp.runtime.reruns import ChangedStepError, Regions, Rerun
 
 __all__: list[str] = []
 
@@ -23,10 +25,6 @@ Output = tuple[int, int]
 
 class StageEnd(BaseException):
     """Leaves the user's step where the next stage begins; a BaseException so that ``except Exception`` lets it by."""
-
-
-class ChangedStepError(RuntimeError):
-    """A step did not do what its plan says."""
 
 
 class Layout:
@@ -77,12 +75,20 @@ class Layout:
             isinstance(call.structure, tree.Slot) and given_on == (0,) and not (call.writes or call.leaves[0].written)
             for call, given_on in zip(self.calls, self.captured, strict=False)
         ]
+        earlier = {call.layer for call in self.calls[: self.start]}
+        counts = Counter(call.layer for call in self.calls[: self.stop])
+        #: layers of which a checkpoint that calls them again may mean a call of an earlier stage, or another one
+        self.repeated = frozenset(layer for layer in earlier if counts[layer] > 1) if trains else frozenset()
 
     def recomputing(self, layer: str, compute: Callable[..., Any]) -> Callable[..., Any]:
         """``compute``, with its activations dropped and computed again in the backward pass where that is wanted."""
         if layer not in self.checkpointed or not torch.is_grad_enabled():
             return compute
         return recomputed(compute)
+
+    def call_of(self, layer: str) -> int:
+        """The call of a layer that is called once, by an earlier stage."""
+        return next(index for index, call in enumerate(self.calls) if call.layer == layer)
 
     def _answer(self, index: int) -> Tensor | None:
         """The whole answer of an earlier layer of which nothing is needed; None where it takes more than that."""
@@ -134,13 +140,14 @@ def _refuse_use(layer: str, grad: Tensor | None) -> None:
 class Frame:
     """Answers the layer calls of one run of the step (see :data:`Handler`)."""
 
-    __slots__ = ("_board", "_cursor", "_layout", "current", "values")
+    __slots__ = ("_board", "_cursor", "_layout", "current", "regions", "values")
 
     def __init__(self, layout: Layout, board: Switchboard, received: list[Tensor]) -> None:
         self._layout = layout
         self._board = board
         self._cursor = 0
         self.current: str | None = None
+        self.regions = Regions() if layout.repeated else None
         self.values: dict[Output, Tensor] = dict(zip(layout.takes, received, strict=True)) if received else {}
 
     def __call__(self, name: str, compute: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -151,6 +158,8 @@ class Frame:
         if index >= layout.stop:
             raise StageEnd
         self._cursor += 1
+        if self.regions is not None:
+            self.regions.note(index)
         call = layout.calls[index]
         seed = rng.layer_seed() if call.draws else None
         if index < layout.start:
@@ -253,6 +262,7 @@ class Stage:
 
     def __init__(self, board: Switchboard) -> None:
         self._board = board
+        self._regions: dict[int, Regions] = {}
         self.frame: Frame | None = None
 
     def forward(self, layout: Layout, step: Callable[[], Any], received: list[Tensor]) -> tuple[Any, list[Tensor]]:
@@ -279,8 +289,14 @@ class Stage:
                 for held, key, parameter in absent:
                     held[key] = parameter
         gives = [frame.values[output] for output in layout.gives]
+        if frame.regions is not None:
+            self._regions[id(received)] = frame.regions
         self.frame = None
         return result, gives
+
+    def skip_backward(self, received: Sequence[Tensor]) -> None:
+        """Forget the forward that has got ``received``."""
+        self._regions.pop(id(received), None)
 
     def backward(
         self, layout: Layout, roots: Sequence[Any], grads: Sequence[Tensor | None], received: Sequence[Tensor] = ()
@@ -288,50 +304,14 @@ class Stage:
         """Run autograd from ``roots``.
 
         A gradient checkpoint of the user may call layers again meanwhile: they draw what they drew, and layers of
-        earlier stages are answered with what was ``received``.
+        earlier stages are answered with what was ``received``, the list that the forward has got.
         """
         board = self._board
-        before, board.handler = board.handler, _Again(layout, received)
+        before, board.handler = board.handler, Rerun(layout, received, self._regions.pop(id(received), None))
         try:
             torch.autograd.backward(roots, grads)
         finally:
             board.handler = before
-
-
-class _Again:
-    """Answers layers that are called again in a backward pass."""
-
-    __slots__ = ("_layout", "_received")
-
-    def __init__(self, layout: Layout, received: Sequence[Tensor]) -> None:
-        self._layout = layout
-        self._received = received
-
-    def __call__(self, name: str, compute: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        seed = rng.layer_seed() if name in self._layout.drawing else None
-        if name not in self._layout.own:
-            return self._answer(name, args, kwargs)
-        compute = self._layout.recomputing(name, compute)  # as in the forward, whose graph is being built again
-        return compute(*args, **kwargs) if seed is None else rng.seeded(seed, compute, args, kwargs)
-
-    def _answer(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        calls = self._layout.calls
-        indices = [index for index in range(self._layout.start) if calls[index].layer == name]
-        if len(indices) != 1:
-            raise ChangedStepError(
-                f"A gradient checkpoint calls layer {name!r} again, which the step calls {len(indices)} times before"
-                " this stage. Use use_reentrant=False, or checkpoint each layer by itself."
-            )
-        index = indices[0]
-        values = dict(zip(self._layout.takes, self._received, strict=False))
-        tensors = []
-        for leaf in range(len(self._layout.placeholders[index])):
-            value = values.get((index, leaf))
-            if value is None:  # gets the zeros that a checkpoint sends on where nothing depended on it, so no refusal
-                planned = self._layout.placeholder(index, leaf)
-                value = planned.detach().requires_grad_(planned.requires_grad)
-            tensors.append(value.clone() if calls[index].leaves[leaf].written else value)
-        return rebuild(calls[index].structure, tensors, tree.leaves((args, kwargs)))
 
 
 def _tensor_order(call: Call) -> list[int | None]:

@@ -8,7 +8,18 @@ from typing import Any
 from hypothesis import strategies as st
 
 from lightning_pp.schedule import Kind, Op, Schedule, to_csv
-from tests.properties.random_model import AFTER, BEFORE, KINDS, WRITABLE, BlockSpec, ModelSpec, NodeSpec
+from tests.properties.random_model import (
+    AFTER,
+    BEFORE,
+    BLOCK_CHECKPOINTS,
+    CHECKPOINTS,
+    KINDS,
+    NO_TENSOR,
+    WRITABLE,
+    BlockSpec,
+    ModelSpec,
+    NodeSpec,
+)
 
 MAX_STAGES = 4
 
@@ -86,6 +97,7 @@ def models(draw: st.DrawFn) -> ModelSpec:
         optimizer=draw(st.sampled_from(["sgd", "adamw"])),
         samples=draw(st.integers(1, 11)),
         batch_size=draw(st.integers(1, 7)),
+        turns=draw(st.integers(0, len(blocks) - 1)) if draw(st.integers(0, 5)) == 0 else None,
     )
 
 
@@ -100,18 +112,28 @@ def _nodes(draw: st.DrawFn, number: int, block: int, kind: str) -> NodeSpec:
         before="copy" if kind == "into_input" else draw(st.sampled_from(sorted(BEFORE))),
         after=draw(st.sampled_from(after)),
         no_grad=draw(st.integers(0, 9)) == 0,
+        around=draw(_arounds(kind)) if draw(st.integers(0, 4)) == 0 else "nothing",
+        by_name=draw(st.booleans()),
     )
+
+
+def _arounds(kind: str) -> st.SearchStrategy[str]:
+    """Gradient checkpoints run a block a second time, which must not write into its argument."""
+    if kind == "into_input":
+        return st.just("nothing")
+    return st.sampled_from(CHECKPOINTS if kind in NO_TENSOR else CHECKPOINTS + BLOCK_CHECKPOINTS)
 
 
 @st.composite
 def runs(draw: st.DrawFn) -> RunSpec:
     model, stages = draw(models()), draw(st.integers(1, MAX_STAGES))
     microbatches = draw(st.integers(1, 6))
-    schedule = draw(st.sampled_from(["1f1b", "gpipe", "eager_1f1b", "file"]))
+    schedule = draw(st.sampled_from(["1f1b", "gpipe", "eager_1f1b", "1f1b+1", "file"]))
     options: dict[str, Any] = {"balance": draw(st.sampled_from(["flops", "params", "memory"]))}
     if draw(st.integers(0, 3)) == 0:
-        options["activation_checkpointing"] = True
-    trainer: dict[str, Any] = {"accumulate_grad_batches": draw(st.integers(1, 3)), "max_epochs": 1}
+        options["activation_checkpointing"] = draw(st.sampled_from([True, ("head",)]))
+    epochs = 1 if model.turns is None else 3
+    trainer: dict[str, Any] = {"accumulate_grad_batches": draw(st.integers(1, 3)), "max_epochs": epochs}
     clip = draw(st.sampled_from(["nothing", "norm", "value"]))
     if clip != "nothing":
         trainer |= {"gradient_clip_val": 0.3 if clip == "norm" else 0.02, "gradient_clip_algorithm": clip}

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset
 
 WIDTH = 6
@@ -27,7 +29,12 @@ class BlockSpec:
 
 @dataclass(frozen=True)
 class NodeSpec:
-    """One call: of which block, on which earlier values, and what the code around it does."""
+    """One call: of which block, on which earlier values, and what the code around it does.
+
+    Attributes:
+        around: Which gradient checkpoint of the user's runs the call: none, of either kind, of the block or of all.
+        by_name: Whether the block gets its arguments as keywords.
+    """
 
     block: int
     first: int
@@ -35,10 +42,18 @@ class NodeSpec:
     before: str = "nothing"
     after: str = "nothing"
     no_grad: bool = False
+    around: str = "nothing"
+    by_name: bool = False
 
 
 @dataclass(frozen=True)
 class ModelSpec:
+    """The whole model.
+
+    Attributes:
+        turns: The block that is frozen, or trained again, from the second epoch on.
+    """
+
     blocks: tuple[BlockSpec, ...]
     nodes: tuple[NodeSpec, ...]
     supervised: tuple[int, ...] = ()
@@ -49,6 +64,7 @@ class ModelSpec:
     optimizer: str = "sgd"
     samples: int = 7
     batch_size: int = 4
+    turns: int | None = None
 
     @property
     def draws(self) -> bool:
@@ -205,6 +221,11 @@ KINDS: dict[str, type[nn.Module]] = {
     "silent": Silent, "same": Same, "recurrent": Recurrent, "nested": Nested,
 }  # fmt: skip
 
+#: gradient checkpoints of the user's, round a whole call, and round blocks that give one tensor
+CHECKPOINTS = ("checkpoint", "reentrant")
+BLOCK_CHECKPOINTS = ("checkpointed block", "reentrant block")
+NO_TENSOR = frozenset({"pair", "dict", "parcel"})
+
 #: what the code in front of a call does with its first value
 BEFORE: dict[str, Callable[[RandomModel, Tensor, Tensor], Tensor]] = {
     "nothing": lambda model, x, other: x,
@@ -278,7 +299,7 @@ class RandomModel(LightningModule):
         values = [x]
         for number, node in enumerate(self.spec.nodes):
             with torch.set_grad_enabled(torch.is_grad_enabled() and not node.no_grad):
-                values.append(self._call(node, values, ids))
+                values.append(self._checkpointed(node, values[node.first], values[node.second], ids))
             if number in self.spec.logged:
                 self.log(f"node{number}", values[-1].mean(), on_step=False, on_epoch=True)
         loss = F.mse_loss(self.head(values[-1]), y)
@@ -288,10 +309,23 @@ class RandomModel(LightningModule):
             self.last_hidden = values[-1].detach()
         return loss, values[-1]
 
-    def _call(self, node: NodeSpec, values: list[Tensor], ids: Tensor) -> Tensor:
-        first, other = values[node.first], values[node.second]
+    def _checkpointed(self, node: NodeSpec, first: Tensor, other: Tensor, ids: Tensor) -> Tensor:
+        if node.around not in ("checkpoint", "reentrant"):
+            return self._call(node, first, other, ids)
+        return checkpoint(  # type: ignore[no-any-return]
+            partial(self._call, node), first, other, ids, use_reentrant=node.around == "reentrant"
+        )
+
+    def _call(self, node: NodeSpec, first: Tensor, other: Tensor, ids: Tensor) -> Tensor:
         x = BEFORE[node.before](self, first, other)
-        h = self.block(node.block)(x, other, ids, flag=True)
+        block = self.block(node.block)
+        if node.around in ("checkpointed block", "reentrant block"):
+            block = partial(checkpoint, block, use_reentrant=node.around == "reentrant block")
+            h = block(x, other, ids, True)
+        elif node.by_name:
+            h = block(other=other, flag=True, x=x, ids=ids)
+        else:
+            h = block(x, other, ids, flag=True)
         if isinstance(h, Parcel):
             h = h.hidden + 0.1 * h.extra["count"][:, None]
         elif isinstance(h, dict):
@@ -299,6 +333,10 @@ class RandomModel(LightningModule):
         elif isinstance(h, tuple):
             h = h[0] + 0.1 * h[1][0][:, None]
         return AFTER[node.after](self, h, first)
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1 and self.spec.turns is not None:
+            self.block(self.spec.turns).requires_grad_(self.spec.blocks[self.spec.turns].frozen)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss, hidden = self.step(batch)
@@ -311,7 +349,7 @@ class RandomModel(LightningModule):
         self.log("val_loss", self.step(batch)[0])
 
     def configure_optimizers(self) -> Any:
-        trained = [p for p in self.parameters() if p.requires_grad]
+        trained = [p for p in self.parameters() if p.requires_grad or self.spec.turns is not None]
         if self.spec.optimizer == "sgd":
             return torch.optim.SGD(trained, lr=0.05, momentum=0.9)
         # a gradient that is nothing but rounding must not become a whole step

@@ -113,6 +113,9 @@ class FakeStage:
             raise ZeroDivisionError("from the backward pass")
         torch.autograd.backward(roots, grads)
 
+    def skip_backward(self, received: Sequence[Tensor]) -> None:
+        """There is nothing to forget."""
+
 
 def batch(num_samples: int) -> Tensor:
     return torch.cos(torch.arange(num_samples * WIDTH, dtype=torch.float64)).reshape(num_samples, WIDTH)
