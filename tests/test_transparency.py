@@ -58,10 +58,44 @@ def test_any_number_of_stages_and_micro_batches(stages: int, microbatches: int, 
     assert_same(SIZES.plain(row), SIZES.piped(row, stages))
 
 
+RECOMPUTED: dict[str, Any] = {"all": True, "a class": ["tests.models.Block"], "two": ["blocks.1", "blocks.2"]}
+PRECISIONS = {"32-true": 1e-6, "bf16-true": 0.02, "bf16-mixed": 2e-3, "16-true": 3e-3}
+
+#: what runs in any number of stages
+ANY = Table(
+    {
+        "batch statistics": {"name": "GlueBuffers", "microbatches": 2},
+        "padded": {"name": "PaddedGPT", "microbatches": 64},
+        "dropout": {"name": "DropoutGPT"},
+    }
+)
+#: what runs in several
+SEVERAL = Table(
+    {
+        **{
+            (schedule, number): {"name": "GPT", "microbatches": number, "strategy": {"schedule": schedule}}
+            for schedule in ("gpipe", "eager_1f1b")
+            for number in (3, 5)
+        },
+        **{
+            key: {"name": "DropoutGPT", "strategy": {"activation_checkpointing": which}}
+            for key, which in RECOMPUTED.items()
+        },
+        **{
+            (precision, number): {"name": "UntiedGPT", "microbatches": number, "trainer": {"precision": precision}}
+            for precision in PRECISIONS
+            for number in (1, 3)
+        },
+        "whole batches": {"name": "GlueBuffers", "microbatches": 1},
+    }
+)
+
+
 @pytest.mark.parametrize("schedule", ["gpipe", "eager_1f1b"])
-@pytest.mark.parametrize(("stages", "microbatches"), [(2, 5), (4, 3)])
+@pytest.mark.parametrize("stages", [2, 4])
+@pytest.mark.parametrize("microbatches", [3, 5])
 def test_any_schedule(schedule: str, stages: int, microbatches: int) -> None:
-    assert_same(plain("GPT"), piped("GPT", stages, microbatches, strategy={"schedule": schedule}))
+    assert_same(plain("GPT"), SEVERAL.piped((schedule, microbatches), stages))
 
 
 def test_a_schedule_from_a_file(tmp_path: Any) -> None:
@@ -75,8 +109,8 @@ def test_a_schedule_from_a_file(tmp_path: Any) -> None:
 @pytest.mark.parametrize("stages", [2, 4])
 def test_buffers_and_batch_statistics(stages: int) -> None:
     """Whole batches: the plain run. Micro-batches: their own statistics, bit for bit the same for any stages."""
-    assert_same(plain("GlueBuffers"), piped("GlueBuffers", stages, 1))
-    one, other = whole(piped("GlueBuffers", 1, 2)), whole(piped("GlueBuffers", stages, 2))
+    assert_same(plain("GlueBuffers"), SEVERAL.piped("whole batches", stages))
+    one, other = (whole(ANY.piped("batch statistics", number)) for number in (1, stages))
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
@@ -90,6 +124,13 @@ def test_hooks_and_writes_right_at_a_cut(split: list[str]) -> None:
 DRAWN = Table({name: {"name": name, "seed": 5} for name in DRAWING})
 #: for one number of stages only
 DRAWN_AGAIN = Table({(name, seed): {"name": name, "seed": seed} for name in DRAWING for seed in (5, 6)})
+#: in two stages, with layers that the user recomputes recomputed once more
+RECOMPUTED_TWICE = Table(
+    {
+        name: {"name": name, "strategy": {"activation_checkpointing": True}}
+        for name in ("CheckpointedBlocks", "SpanningCheckpoint", "ReentrantBlocks")
+    }
+)
 
 
 @pytest.mark.parametrize("name", DRAWING)
@@ -116,17 +157,16 @@ def test_sparse_gradients() -> None:
 @pytest.mark.parametrize("stages", [2, 4])
 def test_recomputed_activations_change_nothing(stages: int) -> None:
     """Bit for bit, dropout included."""
-    kept = whole(piped("DropoutGPT", stages, 3))
-    for which in (True, ["tests.models.Block"], ["blocks.1", "blocks.2"]):
-        recomputed = whole(piped("DropoutGPT", stages, 3, strategy={"activation_checkpointing": which}))
+    kept = whole(ANY.piped("dropout", stages))
+    for which in RECOMPUTED:
+        recomputed = whole(SEVERAL.piped(which, stages))
         assert all(torch.equal(kept[key], recomputed[key]) for key in kept)
 
 
-@pytest.mark.parametrize("name", ["CheckpointedBlocks", "SpanningCheckpoint", "ReentrantBlocks"])
+@pytest.mark.parametrize("name", RECOMPUTED_TWICE.keys)
 def test_recomputed_activations_of_layers_that_the_user_recomputes_too(name: str) -> None:
     """A layer that was called again by the user's checkpoint built another graph than in the forward pass."""
-    kept = whole(piped(name, 2, 3))
-    recomputed = whole(piped(name, 2, 3, strategy={"activation_checkpointing": True}))
+    kept, recomputed = whole(DRAWN.piped(name, 2)), whole(RECOMPUTED_TWICE.piped(name, 2))
     assert all(torch.equal(kept[key], recomputed[key]) for key in kept)
 
 
@@ -134,7 +174,7 @@ def test_recomputed_activations_of_layers_that_the_user_recomputes_too(name: str
 def test_without_weights_a_masked_loss_is_the_mean_over_samples(stages: int) -> None:
     """Micro-batches of one sample each: the documented sample-weighted mean of their means."""
     reference = plain("PerSampleGPT")
-    assert_same(reference, piped("PaddedGPT", stages, 64))
+    assert_same(reference, ANY.piped("padded", stages))
 
 
 @pytest.mark.parametrize("stages", [2, 3])
@@ -183,19 +223,16 @@ def test_validation_inside_fit(name: str, stages: int) -> None:
 @pytest.mark.parametrize("stages", [2, 4])
 def test_dropout_with_tied_weights(stages: int) -> None:
     """A tied gradient is the sum of the stages' sums, so only the order of summation differs."""
-    one, other = whole(piped("DropoutGPT", 1, 3)), whole(piped("DropoutGPT", stages, 3))
+    one, other = (whole(ANY.piped("dropout", number)) for number in (1, stages))
     for name in one:
         torch.testing.assert_close(other[name], one[name], atol=1e-9, rtol=0)
 
 
-@pytest.mark.parametrize(
-    ("precision", "tolerance"), [("32-true", 1e-6), ("bf16-true", 0.02), ("bf16-mixed", 2e-3), ("16-true", 3e-3)]
-)
-def test_precision(precision: str, tolerance: float) -> None:
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_precision(precision: str) -> None:
     """Bit for bit with one micro-batch; with more, up to the rounding that another order of summation brings."""
-    trainer = {"precision": precision}
-    reference = plain("UntiedGPT", trainer=trainer)
+    reference = plain("UntiedGPT", trainer={"precision": precision})
     for stages in (2, 4):
-        found = whole(piped("UntiedGPT", stages, 1, trainer=trainer))
+        found = whole(SEVERAL.piped((precision, 1), stages))
         assert all(torch.equal(found[name], expected) for name, expected in reference.parameters.items())
-        assert_same(reference, piped("UntiedGPT", stages, 3, trainer=trainer), tolerance)
+        assert_same(reference, SEVERAL.piped((precision, 3), stages), PRECISIONS[precision])
