@@ -11,7 +11,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler
 
 from tests.launch import run_ranks, try_ranks
-from tests.training import Outcome, assert_same, fit, piped, plain
+from tests.training import Outcome, Table, assert_same, fit, piped, plain
 
 
 class Numbered(Dataset[Any]):
@@ -119,16 +119,22 @@ def two_loaders() -> Any:
     return {"a": in_order(), "b": DataLoader(Numbered(), batch_size=7)}
 
 
-@pytest.mark.parametrize(
-    "loader", [in_order, shuffled, shuffled_by_generator, weighted, augmented, stream, counted, one_shot]
-)
-@pytest.mark.parametrize("stages", [1, 2])
-def test_batches_are_those_of_the_plain_run(loader: Any, stages: int) -> None:
-    options: dict[str, Any] = {
-        "loader": loader,
-        "trainer": {"max_epochs": 1 if loader in (stream, counted, one_shot) else 3},
+LOADERS = Table(
+    {
+        loader.__name__: {
+            "name": "MLP",
+            "loader": loader,
+            "trainer": {"max_epochs": 1 if loader in (stream, counted, one_shot) else 3},
+        }
+        for loader in (in_order, shuffled, shuffled_by_generator, weighted, augmented, stream, counted, one_shot)
     }
-    assert_same(plain("MLP", **options), piped("MLP", stages, 3, **options))
+)
+
+
+@pytest.mark.parametrize("loader", LOADERS.keys)
+@pytest.mark.parametrize("stages", [1, 2])
+def test_batches_are_those_of_the_plain_run(loader: str, stages: int) -> None:
+    assert_same(LOADERS.plain(loader), LOADERS.piped(loader, stages))
 
 
 @pytest.mark.parametrize("loader", [shuffled, weighted, augmented, augmented_by_workers, stream_with_worker])
@@ -166,8 +172,9 @@ def seeded_workers() -> Outcome:
 
 @pytest.mark.parametrize("stages", [1, 2])
 def test_every_sample_is_used_once_per_epoch(stages: int) -> None:
-    for outcome in piped("MLP", stages, 3, loader=shuffled, trainer={"max_epochs": 2}):
-        for epoch in (outcome.batches[:5], outcome.batches[5:]):
+    for outcome in LOADERS.piped("shuffled", stages):
+        assert len(outcome.batches) == 3 * 5
+        for epoch in (outcome.batches[:5], outcome.batches[5:10], outcome.batches[10:]):
             rows = sorted(row for batch in epoch for row in batch[1])
             assert rows == pytest.approx([3 * index / 100 for index in range(22)])
 
