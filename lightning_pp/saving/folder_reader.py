@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import pickle
 from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +41,27 @@ class _LoadPlanner(DefaultLoadPlanner):
         self.state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=self._weights_only)
 
 
+#: how torch says that a file is missing, or not what it should be
+_BROKEN = (
+    OSError, EOFError, RuntimeError, ValueError, LookupError, TypeError, AttributeError, AssertionError,
+    pickle.UnpicklingError,
+)  # fmt: skip
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Say which checkpoint it is that cannot be read."""
+    try:
+        yield
+    except _BROKEN as error:
+        if "weights_only" in str(error) or "Weights only" in str(error):
+            raise  # torch says what it does not want to load, and how to load it all the same
+        raise RuntimeError(
+            f"{path} cannot be read as a checkpoint ({type(error).__name__}: {error}). A file in this folder is"
+            " missing, was cut short or is another one's: copy the whole folder again, or give another checkpoint."
+        ) from error
+
+
 class Folder:
     """A folder to read from; every rank reads by itself.
 
@@ -49,8 +72,9 @@ class Folder:
 
     def __init__(self, path: Path, weights_only: bool | None) -> None:
         self._reader = FileSystemReader(path)
-        self._metadata = self._reader.read_metadata()
-        self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
+        with _naming(path):
+            self._metadata = self._reader.read_metadata()
+            self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
         self._weights_only = weights_only
         self._path = path
         mappings = self._metadata.planner_data or {}
@@ -63,7 +87,10 @@ class Folder:
         weights_only = self._weights_only
         if weights_only is None:
             weights_only = compat.loads_weights_only_by_default()
-        checkpoint: dict[str, Any] = torch.load(self._path / METADATA, map_location="cpu", weights_only=weights_only)
+        with _naming(self._path):
+            checkpoint: dict[str, Any] = torch.load(
+                self._path / METADATA, map_location="cpu", weights_only=weights_only
+            )
         tops = {path[0] for path in self._names}
         # ModelParallelStrategy has another name for the model
         model = "state_dict" if MODEL_KEY not in tops and "state_dict" in tops else MODEL_KEY
@@ -101,7 +128,8 @@ class Folder:
             planner.set_up_planner(flat, self._metadata, is_coordinator=True)
             plan = self._reader.prepare_local_plan(planner.create_local_plan())
             (plan,) = self._reader.prepare_global_plan(planner.create_global_plan([plan]))
-            self._reader.read_data(planner.finish_plan(plan), planner).wait()
+            with _naming(self._path):
+                self._reader.read_data(planner.finish_plan(plan), planner).wait()
             flat = planner.state_dict
         return {path: flat[self._names[path]] for path in targets}
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 import os
 import warnings
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from copy import copy
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -105,7 +106,8 @@ class CheckpointedProcesses(PipelineProcesses):
         if self._waiting_state is not None:
             state, strict = self._waiting_state
             self._waiting_state = None
-            _load_state(self._module(), state, strict)
+            module = self._module()
+            _load_state(module, self._read(state, module.state_dict), strict)
 
     @override
     def teardown(self) -> None:
@@ -298,13 +300,34 @@ class CheckpointedProcesses(PipelineProcesses):
         if is_early and (isinstance(state, FolderState) or any(p.is_meta for p in module.parameters())):
             self._waiting_state = (state, strict)
         else:
-            _load_state(module, state, strict)
+            _load_state(module, self._read(state, module.state_dict), strict)
+
+    def _read(self, state: Mapping[str, Any], own: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any]:
+        """What of ``state`` is here; nothing else is read."""
+        return self._alike(lambda: state.for_model(own())) if isinstance(state, FolderState) else state
+
+    def _alike(self, read: Callable[[], _T]) -> _T:
+        """Read one's own part of a folder; where one rank cannot, none of them goes on to wait for it."""
+        problems: list[str | None] = [None] * self.world_size
+        problem: Exception | None = None
+        try:
+            found = read()
+        except Exception as error:
+            problem = error
+        if self.world_size > 1:
+            dist.all_gather_object(problems, None if problem is None else str(problem), group=self._host_group)
+        if problem is not None:
+            raise problem
+        for rank, text in enumerate(problems):
+            if text is not None:
+                raise RuntimeError(f"Rank {rank} cannot load its part: {text}")
+        return found
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
             if isinstance(state, FolderOptimizer):
-                optimizer.load_state_dict(state.for_optimizer(optimizer))
+                optimizer.load_state_dict(self._alike(partial(state.for_optimizer, optimizer)))
             else:
                 load_optimizer_state(optimizer, state)
 
@@ -321,9 +344,7 @@ def _checked(checkpoint: dict[str, Any], path: _Location) -> dict[str, Any]:
 
 
 def _load_state(module: nn.Module, state: Mapping[str, Any], strict: bool) -> None:
-    """Load what is here; names and shapes of the rest are compared, too, and nothing of it is read."""
-    if isinstance(state, FolderState):
-        state = state.for_model(module.state_dict())
+    """Load what is here; names and shapes of the rest are compared, too."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*copying from a non-meta parameter in the checkpoint to a meta")
         module.load_state_dict(state, strict=strict)

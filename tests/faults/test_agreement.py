@@ -1,8 +1,11 @@
 """Processes that were not started alike are told so before the first step, all of them, by the name of what differs."""
 
+import importlib
 import os
 import re
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +23,7 @@ class Wider(MLP):
     pass
 
 
-def start(case: str) -> str:
+def start(case: str, folder: str) -> str:
     """What a process says that is the odd one out on rank 1."""
     is_odd = os.environ["LOCAL_RANK"] == "1"
     strategy: dict[str, Any] = {"stages": 2, "microbatches": 3}
@@ -34,6 +37,11 @@ def start(case: str) -> str:
         )
         trainer |= {"trainer": {"accumulate_grad_batches": 2}, "two": {"max_epochs": 3}}.get(case, {})
         module = Wider if case == "class" else MLP
+    if case == "code":
+        module = edited(folder, is_odd)
+    version = torch.__version__
+    if is_odd and case == "version":
+        torch.__version__ = "9.9"  # type: ignore[assignment]
     try:
         model = module()
         if is_odd and case == "shape":
@@ -43,11 +51,22 @@ def start(case: str) -> str:
         )
     except Exception as error:
         return f"{type(error).__name__}: {error}"
+    finally:
+        torch.__version__ = version
     return "not refused"
 
 
-def start_all(cases: list[str]) -> list[str]:
-    return [start(case) for case in cases]
+def edited(folder: str, is_odd: bool) -> Any:
+    """The same class from a file that one machine has in another version."""
+    path = Path(folder, f"{int(is_odd)}", "edited_model.py")
+    path.parent.mkdir()
+    path.write_text(f"from tests.models import MLP\n\n\nclass Edited(MLP):\n    factor = {2 if is_odd else 1}\n")
+    sys.path.insert(0, str(path.parent))
+    return importlib.import_module("edited_model").Edited
+
+
+def start_all(cases: list[str], folder: str) -> list[str]:
+    return [start(case, folder) for case in cases]
 
 
 CASES = {
@@ -57,13 +76,15 @@ CASES = {
     "two": r"PipelineStrategy\(balance=\) is 'flops' .*; Trainer\(max_epochs=\) is 1 on rank 0 and 3 on rank 1",
     "class": r"the model's class is MLP on rank 0 and Wider on rank 1",
     "shape": r"parameter 'net\.2\.weight' is \[.*\] on rank 0 and \[5, 8\] on rank 1",
+    "code": r"the file of Edited is version \w+ on rank 0 and version \w+ on rank 1",
+    "version": r"torch is .* on rank 0 and 9\.9 on rank 1",
     "seed": r"seed_everything is 0 on rank 0 and 1 on rank 1",
 }
 
 
 @pytest.fixture(scope="module")
-def said() -> list[list[str]]:
-    return run_ranks(start_all, 2, list(CASES), timeout=110)
+def said(tmp_path_factory: pytest.TempPathFactory) -> list[list[str]]:
+    return run_ranks(start_all, 2, list(CASES), str(tmp_path_factory.mktemp("code")), timeout=110)
 
 
 @pytest.mark.parametrize("case", CASES)
