@@ -110,6 +110,17 @@ def hook_inside(model: Again, x: Tensor) -> Tensor:
     return model.layer(3, model.layer(2, x.sin()))
 
 
+def parameter_in_front(model: Again, x: Tensor, reentrant: bool) -> Tensor:
+    """On the stage behind, the parameter is not there, and what it is used for is computed again."""
+
+    def part(x: Tensor) -> Tensor:
+        h = model.layer(1, x * model.scale)
+        return h if reentrant else h.sin()
+
+    x = checkpoint(part, model.layer(0, x), use_reentrant=reentrant)
+    return model.layer(3, model.layer(2, x))
+
+
 BODIES: dict[str, Callable[[Again, Tensor], Tensor]] = {
     "each call, reentrant": partial(each_call, reentrant=True),
     "each call": partial(each_call, reentrant=False),
@@ -120,6 +131,8 @@ BODIES: dict[str, Callable[[Again, Tensor], Tensor]] = {
     "two calls": two_calls,
     "nested": nested,
     "hook inside": hook_inside,
+    "parameter in front, reentrant": partial(parameter_in_front, reentrant=True),
+    "parameter in front": partial(parameter_in_front, reentrant=False),
 }
 
 

@@ -86,6 +86,18 @@ class Layout:
             return compute
         return recomputed(compute)
 
+    def stand_in(self) -> list[Tensor | None]:
+        """Let glue use what this process does not hold; returns what :meth:`put_back` takes."""
+        absent = [held[key] for held, key, _ in self.stand_ins]
+        for held, key, stand_in in self.stand_ins:
+            held[key] = stand_in
+        return absent
+
+    def put_back(self, absent: list[Tensor | None]) -> None:
+        """End what :meth:`stand_in` has begun."""
+        for (held, key, _), tensor in zip(self.stand_ins, absent, strict=True):
+            held[key] = tensor
+
     def call_of(self, layer: str) -> int:
         """The call of a layer that is called once, by an earlier stage."""
         return next(index for index, call in enumerate(self.calls) if call.layer == layer)
@@ -275,9 +287,7 @@ class Stage:
         self.frame = frame = Frame(layout, board, received)
         result = None
         if not layout.is_idle:
-            absent = [(held, key, held[key]) for held, key, _ in layout.stand_ins]
-            for held, key, stand_in in layout.stand_ins:
-                held[key] = stand_in
+            absent = layout.stand_in()
             before, board.handler = board.handler, frame
             try:
                 result = step()
@@ -286,8 +296,7 @@ class Stage:
                 pass
             finally:
                 board.handler = before
-                for held, key, parameter in absent:
-                    held[key] = parameter
+                layout.put_back(absent)
         gives = [frame.values[output] for output in layout.gives]
         if frame.regions is not None:
             self._regions[id(received)] = frame.regions
@@ -303,15 +312,18 @@ class Stage:
     ) -> None:
         """Run autograd from ``roots``.
 
-        A gradient checkpoint of the user may call layers again meanwhile: they draw what they drew, and layers of
-        earlier stages are answered with what was ``received``, the list that the forward has got.
+        A gradient checkpoint of the user may run code again meanwhile: layers draw what they drew, those of earlier
+        stages are answered with what was ``received``, the list that the forward has got, and what is not here stood
+        in for, as then.
         """
         board = self._board
+        absent = layout.stand_in()
         before, board.handler = board.handler, Rerun(layout, received, self._regions.pop(id(received), None))
         try:
             torch.autograd.backward(roots, grads)
         finally:
             board.handler = before
+            layout.put_back(absent)
 
 
 def _tensor_order(call: Call) -> list[int | None]:

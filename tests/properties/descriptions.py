@@ -8,12 +8,12 @@ from typing import Any
 from hypothesis import strategies as st
 
 from lightning_pp.schedule import Kind, Op, Schedule, to_csv
+from tests.properties.random_blocks import KINDS
 from tests.properties.random_model import (
     AFTER,
     BEFORE,
     BLOCK_CHECKPOINTS,
     CHECKPOINTS,
-    KINDS,
     NO_TENSOR,
     WRITABLE,
     BlockSpec,

@@ -136,6 +136,31 @@ FOUND = {
         options=(("split", ("head",)),),
         trainer=(("max_epochs", 1),),
     ),
+    "a checkpoint around a layer that the next stage calls as well": RunSpec(
+        ModelSpec(
+            (BlockSpec("linear"), BlockSpec("curved"), BlockSpec("linear")),
+            (
+                NodeSpec(0, 0, 0),
+                NodeSpec(1, 1, 0, around="checkpoint", after="tanh"),
+                NodeSpec(2, 2, 0),
+                NodeSpec(1, 3, 0),
+            ),
+        ),
+        stages=2,
+        microbatches=2,
+        options=(("split", ("blocks.2",)),),
+        trainer=(("max_epochs", 1),),
+    ),
+    "a cut behind a reentrant checkpoint that adds to what its layer gives": RunSpec(
+        ModelSpec(
+            (BlockSpec("linear"), BlockSpec("curved"), BlockSpec("linear")),
+            (NodeSpec(0, 0, 0), NodeSpec(1, 1, 0, around="reentrant", after="residual"), NodeSpec(2, 2, 0)),
+        ),
+        stages=2,
+        microbatches=2,
+        options=(("split", ("blocks.2",)),),
+        trainer=(("max_epochs", 1),),
+    ),
 }
 
 
