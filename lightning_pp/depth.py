@@ -73,14 +73,14 @@ class DepthChooser:
 
     def _choose(self) -> None:
         """Choose, if the devices of all ranks are through with the measured step."""
-        assert self.job is not None
         group = self._pipeline.host_group
-        is_ready = torch.tensor([self._record is not None], dtype=torch.int32)
+        is_ready = torch.tensor([self._record is not None and self.job is not None], dtype=torch.int32)
         with losing_peers():
             dist.all_reduce(is_ready, op=dist.ReduceOp.MIN, group=group)
         if not is_ready.item():
             return
         assert self._record is not None
+        assert self.job is not None
         self._pipeline.stop_recording(self._listen)
         self._is_done = True
         transfer = self._pipeline.engine.transfer_seconds(self.job.plans[0], self._device)
