@@ -11,7 +11,7 @@ import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from lightning_pp.runtime.channel import Receiver, Sender, Spec
-from lightning_pp.runtime.comm import Peer, PeerLost, make_group
+from lightning_pp.runtime.comm import Peer, make_group
 from lightning_pp.runtime.transfer import trip_seconds
 
 __all__: list[str] = []
@@ -47,10 +47,12 @@ def measure_link() -> Link:
     other.start()
     try:
         small, large = _trips(store, 0)
-    except PeerLost as error:
-        raise ValueError(f"two processes on this machine cannot send each other messages: {error}") from error
+    except RuntimeError as error:  # of the store, of Gloo at its start, or a lost peer
+        raise ValueError(
+            f"two processes on this machine cannot send each other messages ({error}): say --latency and --bandwidth"
+        ) from error
     finally:
-        other.join(timeout=_TIMEOUT.total_seconds() if other.exitcode is None else 0)
+        other.join(timeout=1)
         other.kill()
     size = (_LARGE - _SMALL) * _BYTES_EACH
     return Link(small, size / max(large - small, 1e-9))
