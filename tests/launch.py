@@ -113,4 +113,6 @@ def _rank_main(
     pipe.close()
     sys.stdout.flush()
     sys.stderr.flush()
+    for child in multiprocessing.active_children():  # workers of loaders
+        child.kill()
     os._exit(0)

@@ -144,6 +144,38 @@ def test_a_killed_rank(script: Path) -> None:
     assert "lost its peer" in output or "terminated" in output
 
 
+WITH_A_WORKER = """
+import multiprocessing, time
+
+from lightning_pp.launch.watcher import end_process
+
+if __name__ == "__main__":
+    worker = multiprocessing.get_context("forkserver").Process(target=time.sleep, args=(600,), daemon=True)
+    worker.start()
+    print(worker.pid, flush=True)
+    end_process("It ends now.\\n")
+"""
+
+
+def test_a_process_that_is_ended_takes_its_workers_with_it(tmp_path: Path) -> None:
+    """Workers of a fork server, the default from Python 3.14 on, outlived a process that did not end by itself."""
+    path = tmp_path / "worker.py"
+    path.write_text(WITH_A_WORKER)
+    ended = subprocess.run([sys.executable, path], capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stderr) == (1, "It ends now.\n")
+    deadline = time.monotonic() + 10
+    while is_running(int(ended.stdout)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not is_running(int(ended.stdout))
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
 def test_a_failure_that_the_script_catches_still_ends_the_others() -> None:
     """The rank that failed lives on here, so that its connections do not close by themselves."""
     start = time.monotonic()

@@ -8,12 +8,13 @@ at; and where the job has failed and a rank never looks up to see it, its thread
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from lightning_pp.launch import failure
 from lightning_pp.launch.whereabouts import Place
@@ -156,8 +157,17 @@ class Watcher:
         return time.monotonic() - self._over_since > _GRACE
 
     def _end(self) -> None:
-        _say(f"[rank {self._rank}] The job has failed, and this process is still at {self._place.at}. It ends now.\n")
-        os._exit(1)
+        end_process(
+            f"[rank {self._rank}] The job has failed, and this process is still at {self._place.at}. It ends now.\n"
+        )
+
+
+def end_process(text: str) -> NoReturn:
+    """End this process, whatever it is at, and its loaders' workers: those of a fork server do not see it end."""
+    _say(text)
+    for child in multiprocessing.active_children():
+        child.kill()
+    os._exit(1)
 
 
 def report(answers: dict[int, dict[str, Any]], size: int, timeout: float) -> tuple[str, str | None]:

@@ -4,6 +4,7 @@ They are forked from a server as in ``tests.launch``, but an exception ends them
 exception hook, with an exit code.
 """
 
+import multiprocessing
 import os
 import signal
 import sys
@@ -155,4 +156,6 @@ def _main(
         code = 1
     sys.stdout.flush()
     sys.stderr.flush()
+    for child in multiprocessing.active_children():  # workers of loaders
+        child.kill()
     os._exit(code)
