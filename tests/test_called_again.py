@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from tests.launch import Failed, try_ranks
 from tests.models import MLP
@@ -144,12 +144,32 @@ def rows() -> dict[str, Any]:
 
 
 ROWS = Table(rows())
+REENTRANT = {key for key in BODIES if "reentrant" in key} | {"hook inside"}
+#: one checkpoint that is not reentrant in another one
+NESTED = {"nested"} | {f"{key}, recomputed" for key in BODIES if key not in REENTRANT}
+
+
+def bears_nested_checkpoints() -> bool:
+    """Whether torch runs them again after a step of another default dtype; 2.6 does not, without a pipeline either."""
+    x = torch.ones(2, dtype=torch.float64, requires_grad=True)
+    torch.set_default_dtype(torch.float64)
+    try:
+        y = checkpoint(lambda x: checkpoint(torch.sin, x, use_reentrant=False), x, use_reentrant=False)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    try:
+        y.sum().backward()
+    except CheckpointError:
+        return False
+    return True
 
 
 @pytest.mark.parametrize("stages", [2, 3, 4])
 @pytest.mark.parametrize("key", rows())
 def test_a_layer_that_is_called_more_than_once(key: str, stages: int) -> None:
     """On a stage that has the layer for a later call, an earlier one was once computed again, with nothing said."""
+    if key in NESTED and not bears_nested_checkpoints():
+        pytest.skip("torch itself fails on nested checkpoints in float64")
     assert_same(ROWS.plain(key), ROWS.piped(key, stages))
 
 
