@@ -11,6 +11,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -94,18 +95,14 @@ def torchs(
     rank, size = dist.get_rank(), dist.get_world_size()
     stage = PipelineStage(stage_module, rank, size, torch.device("cpu"))
     schedule = (ScheduleGPipe if gpipe else Schedule1F1B)(stage, microbatches, loss_fn=loss)
-    seconds = []
-    for _ in range(steps + warmup):
-        for parameter in stage_module.parameters():
-            parameter.grad = None
-        _meet()
-        start = time.perf_counter()
+
+    def step() -> None:
         inputs = (x,) if rank == 0 else ()
         losses: list[Tensor] = []
         last: dict[str, Any] = {"target": target, "losses": losses} if rank == size - 1 else {}
         schedule.step(*inputs, **last)
-        seconds.append(time.perf_counter() - start)
-    return seconds[warmup:]
+
+    return _times(stage_module, step, steps + warmup)[warmup:]
 
 
 def bare(
@@ -118,15 +115,8 @@ def bare(
     rank, size = dist.get_rank(), dist.get_world_size()
     program = lower(build(schedule, size, microbatches)).programs[rank]
     inputs, targets = (part.tensor_split(microbatches) for part in batch)
-    seconds = []
-    for _ in range(steps + warmup):
-        for parameter in stage_module.parameters():
-            parameter.grad = None
-        _meet()
-        start = time.perf_counter()
-        _Loop(stage_module, inputs, targets, loss, program).run()
-        seconds.append(time.perf_counter() - start)
-    return seconds[warmup:]
+    step = partial(_Loop, stage_module, inputs, targets, loss, program)
+    return _times(stage_module, lambda: step().run(), steps + warmup)[warmup:]
 
 
 class _Loop:
@@ -197,12 +187,8 @@ def alone(
         steps: How often.
         loss: Of the last stage.
     """
-    seconds = []
-    for _ in range(steps):
-        for parameter in stage_module.parameters():
-            parameter.grad = None
-        _meet()
-        start = time.perf_counter()
+
+    def step() -> None:
         for index, given in enumerate(inputs):
             x = given.detach().requires_grad_(given.is_floating_point() and dist.get_rank() > 0)
             output = stage_module(x)
@@ -210,6 +196,19 @@ def alone(
                 output.backward(output.detach())
             else:
                 (loss(output, targets[index]) / len(inputs)).backward()
+
+    return _times(stage_module, step, steps)
+
+
+def _times(stage_module: nn.Module, step: Callable[[], None], steps: int) -> list[float]:
+    """Seconds of each step, from a barrier on, with gradients that begin anew."""
+    seconds = []
+    for _ in range(steps):
+        for parameter in stage_module.parameters():
+            parameter.grad = None
+        _meet()
+        start = time.perf_counter()
+        step()
         seconds.append(time.perf_counter() - start)
     return seconds
 

@@ -4,6 +4,7 @@ import inspect
 import signal
 import subprocess
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
@@ -15,12 +16,14 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.trainer.states import TrainerStatus
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.utils._mode_utils import no_dispatch
 from torch.utils.checkpoint import checkpoint
 
 from lightning_pp import compat
+from lightning_pp.optimization.precision import step_context
 from lightning_pp.runtime import profiling
 from lightning_pp.runtime.reruns import running_checkpoints
 
@@ -261,3 +264,29 @@ def test_what_a_gradient_checkpoint_keeps_from_its_first_run_to_its_second(reent
     assert again_one[0][0] is one[0][0]
     assert again_other[0][0] is other[0][0]
     assert one[0][0] is not other[0][0]
+
+
+class Forward(Precision):
+    """Notes its context."""
+
+    def __init__(self) -> None:
+        self.entered = 0
+
+    def forward_context(self) -> AbstractContextManager[None]:
+        self.entered += 1
+        return nullcontext()
+
+
+@pytest.mark.parametrize(
+    "name", ["train_step_context", "val_step_context", "test_step_context", "predict_step_context"]
+)
+def test_the_context_of_a_step_is_that_of_the_forward(name: str) -> None:
+    """`step_context` enters the inner one alone."""
+    for cls in (DoublePrecision, HalfPrecision, MixedPrecision):
+        assert getattr(cls, name) is getattr(Precision, name)
+    plugin = Forward()
+    with getattr(plugin, name)():
+        assert plugin.entered == 1
+    with step_context(plugin)():
+        assert plugin.entered == 2
+    assert "with self.forward_context():" in inspect.getsource(getattr(Precision, name))

@@ -121,14 +121,16 @@ def save(
         sync_file(partial / METADATA)
         replace(partial, path)
 
-    def finish_or_clear() -> None:
-        try:
-            finish()
-        except BaseException:
-            remove(partial)  # all ranks have written what they could
-            raise
+    together(courier, lambda: _or_clear(finish, partial))
 
-    together(courier, finish_or_clear)
+
+def _or_clear(finish: Callable[[], None], partial: Path) -> None:
+    """``finish()``; where that fails, nothing is left of what all ranks have written."""
+    try:
+        finish()
+    except BaseException:
+        remove(partial)
+        raise
 
 
 def _make_room(partial: Path, path: Path) -> None:

@@ -181,8 +181,37 @@ class StepRunner:
         batch, *rest = args
         parts = split(self._module, batch, self._num_microbatches)
         plans = self._plans(name, parts, rest, context)
-        recorder, kept = LogRecorder(self._module, self._metrics, self._flush.is_alone), self.kept
-        function = getattr(self._module, name)
+        recorder = LogRecorder(self._module, self._metrics, self._flush.is_alone)
+        training = accumulated is not None
+        is_left_out = training and left_out.is_left_out(
+            type(self._module).__name__,
+            plans,
+            lambda: self._plan(name, batch, rest, context, self._mode()),
+            self._replicas.size,
+        )
+        job = Job(
+            lowered=self._programs(len(parts.batches), training and not is_left_out),
+            step=self._step(name, parts.batches, rest, plans, recorder, context, step_number),
+            plans=[plan.signature_plan for plan in plans],
+            loss_of=self._loss_of if training and not is_left_out else None,
+            scales=self._scales(parts, accumulated) if accumulated and not is_left_out else (),
+        )
+        if not self._flush.is_alone:
+            self._flush.begin(microbatch.checksum(batch, self._device))
+        return Prepared(name, job, parts, plans, recorder, context, is_left_out)
+
+    def _step(
+        self,
+        name: str,
+        batches: Sequence[Any],
+        rest: Sequence[Any],
+        plans: Sequence[StepPlan],
+        recorder: LogRecorder,
+        context: Callable[[], AbstractContextManager[None]],
+        step_number: int,
+    ) -> Callable[[int], Any]:
+        """The user's step for each micro-batch, with what surrounds it."""
+        function, kept = getattr(self._module, name), self.kept
         draws = any(plan.draws for plan in plans)
         draws_python = any(plan.trace.draws_python for plan in plans)
 
@@ -193,25 +222,9 @@ class StepRunner:
                 seed = rng.stream_seed(self._seed, _STREAMS[name], step_number, mb, self._replica)
                 rng.start_stream(seed, draws_python)
             with context():
-                return function(parts.batches[mb], *rest)
+                return function(batches[mb], *rest)
 
-        training = accumulated is not None
-        is_left_out = training and left_out.is_left_out(
-            type(self._module).__name__,
-            plans,
-            lambda: self._plan(name, batch, rest, context, self._mode()),
-            self._replicas.size,
-        )
-        job = Job(
-            lowered=self._programs(len(parts.batches), training and not is_left_out),
-            step=step,
-            plans=[plan.signature_plan for plan in plans],
-            loss_of=self._loss_of if training and not is_left_out else None,
-            scales=self._scales(parts, accumulated) if accumulated and not is_left_out else (),
-        )
-        if not self._flush.is_alone:
-            self._flush.begin(microbatch.checksum(batch, self._device))
-        return Prepared(name, job, parts, plans, recorder, context, is_left_out)
+        return step
 
     def running(self, prepared: Prepared) -> AbstractContextManager[Any]:
         """The contexts in which the engine runs the job."""
