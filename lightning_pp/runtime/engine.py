@@ -18,10 +18,11 @@ from lightning_pp.runtime.comm import PeerLost
 from lightning_pp.runtime.events import Recorder
 from lightning_pp.runtime.held import HeldBytes
 from lightning_pp.runtime.job import Job, SignaturePlan
+from lightning_pp.runtime.layout import Layout
 from lightning_pp.runtime.profiling import is_profiling, named_ranges
 from lightning_pp.runtime.program import Key, Program, Task, prepare
 from lightning_pp.runtime.returned import Outgoing, Returns, there
-from lightning_pp.runtime.stage import Layout, Stage
+from lightning_pp.runtime.stage import Stage
 from lightning_pp.runtime.transfer import transfer_seconds
 from lightning_pp.schedule import Edge, Kind, Lowered, Op, mark
 

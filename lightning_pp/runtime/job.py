@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_pp.runtime.channel import Specs, gradient_specs
-from lightning_pp.runtime.stage import Layout
+from lightning_pp.runtime.layout import Layout
 from lightning_pp.schedule import Lowered
 
 __all__: list[str] = []

@@ -16,7 +16,7 @@ from lightning_pp.partition.cost import call_costs, time_call
 from lightning_pp.partition.switch import Switchboard
 from lightning_pp.partition.trace import Trace, trace_step
 from lightning_pp.runtime.job import SignaturePlan
-from lightning_pp.runtime.stage import Layout
+from lightning_pp.runtime.layout import Layout
 
 __all__: list[str] = []
 

@@ -21,7 +21,7 @@ from lightning_pp.partition.calls import rebuild
 from lightning_pp.runtime import rng
 
 if TYPE_CHECKING:
-    from lightning_pp.runtime.stage import Layout
+    from lightning_pp.runtime.layout import Layout
 
 __all__: list[str] = []
 

@@ -2,151 +2,24 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_pp.partition import tree
-from lightning_pp.partition.calls import LEFT_OUT, Argument, Call, Trace, plain_value, rebuild, stand_in_for
-from lightning_pp.partition.plan import Segment
+from lightning_pp.partition.calls import LEFT_OUT, Call, rebuild
 from lightning_pp.partition.switch import Switchboard
 from lightning_pp.runtime import rng
-from lightning_pp.runtime.again import recomputed
+from lightning_pp.runtime.layout import Layout, Output, Way
 from lightning_pp.runtime.reruns import ChangedStepError, Regions, Rerun
 
 __all__: list[str] = []
 
-Output = tuple[int, int]
-
 
 class StageEnd(BaseException):
     """Leaves the user's step where the next stage begins; a BaseException so that ``except Exception`` lets it by."""
-
-
-class Layout:
-    """What one stage does in a step of one signature, prepared once.
-
-    Args:
-        trace: The step.
-        segment: The stage's part of it.
-        device: Where placeholders live.
-        checkpointed: Names of layers whose activations are recomputed in the backward pass.
-        absent: ``(dict, key)`` of parameters and buffers that glue touches and this process does not hold.
-        trains: Whether the step computes gradients.
-    """
-
-    def __init__(
-        self,
-        trace: Trace,
-        segment: Segment,
-        device: torch.device,
-        checkpointed: frozenset[str] = frozenset(),
-        absent: Sequence[tuple[dict[str, Any], str]] = (),
-        trains: bool = False,
-    ) -> None:
-        self.trains = trains
-        self.stand_ins = [(held, key, stand_in_for(held[key], device)) for held, key in absent]
-        self.drawing = frozenset(call.layer for call in trace.calls if call.draws)
-        self.own = frozenset(call.layer for call in trace.calls[segment.start : segment.stop])
-        self.calls = trace.calls
-        self.start = segment.start
-        self.stop = segment.stop
-        self.takes = segment.takes
-        self.gives = segment.gives
-        self.is_idle = segment.start == segment.stop < len(trace.calls) or (
-            segment.start == segment.stop and bool(segment.gives)
-        )
-        self.checkpointed = checkpointed
-        self._device = device
-        self.placeholders = [self._placeholders(call) for call in self.calls[: self.start]]
-        self.answers = [self._answer(index) for index in range(self.start)]
-        self.orders = [_tensor_order(call) for call in self.calls]
-        given = frozenset(segment.gives)
-        self.captured = [
-            tuple(leaf for leaf in range(len(call.leaves)) if (index, leaf) in given)
-            for index, call in enumerate(self.calls[: self.stop])
-        ]
-        self.rewritten = [_rewritten(call) for call in self.calls]
-        self.is_plain = [
-            isinstance(call.structure, tree.Slot) and given_on == (0,) and not (call.writes or call.leaves[0].written)
-            for call, given_on in zip(self.calls, self.captured, strict=False)
-        ]
-        earlier = {call.layer for call in self.calls[: self.start]}
-        counts = Counter(call.layer for call in self.calls[: self.stop])
-        #: layers of which a checkpoint that calls them again may mean a call of an earlier stage, or another one
-        self.repeated = frozenset(layer for layer in earlier if counts[layer] > 1) if trains else frozenset()
-
-    def recomputing(self, layer: str, compute: Callable[..., Any]) -> Callable[..., Any]:
-        """``compute``, with its activations dropped and computed again in the backward pass where that is wanted."""
-        if layer not in self.checkpointed or not torch.is_grad_enabled():
-            return compute
-        return recomputed(compute)
-
-    def stand_in(self) -> list[Tensor | None]:
-        """Let glue use what this process does not hold; returns what :meth:`put_back` takes."""
-        absent = [held[key] for held, key, _ in self.stand_ins]
-        for held, key, stand_in in self.stand_ins:
-            held[key] = stand_in
-        return absent
-
-    def put_back(self, absent: list[Tensor | None]) -> None:
-        """End what :meth:`stand_in` has begun."""
-        for (held, key, _), tensor in zip(self.stand_ins, absent, strict=True):
-            held[key] = tensor
-
-    def call_of(self, layer: str) -> int:
-        """The call of a layer that is called once, by an earlier stage."""
-        return next(index for index, call in enumerate(self.calls) if call.layer == layer)
-
-    def _answer(self, index: int) -> Tensor | None:
-        """The whole answer of an earlier layer of which nothing is needed; None where it takes more than that."""
-        call = self.calls[index]
-        is_needed = any(taken == index for taken, _ in self.takes)
-        is_tensor = isinstance(call.structure, tree.Slot) and not call.writes
-        return self.placeholders[index][0] if is_tensor and not is_needed else None
-
-    def placeholder(self, call: int, leaf: int) -> Tensor:
-        """What stands for a layer output that nobody needs: as good as a real one for glue that only passes it on."""
-        shared = self.placeholders[call][leaf]
-        if shared is not None:
-            return shared
-        spec = self.calls[call].leaves[leaf]
-        fresh = torch.full(spec.shape, plain_value(spec.dtype), dtype=spec.dtype, device=self._device)
-        return self._like_computed(
-            fresh, self.calls[call].layer
-        ).clone()  # no leaf, so that it bears being written into
-
-    def _placeholders(self, call: Call) -> list[Tensor | None]:
-        """Shared tensors without memory; None where the step writes into them and needs real ones."""
-        found: list[Tensor | None] = []
-        for leaf in call.leaves[: len(call.leaves) - len(call.writes)]:
-            value = torch.full((), plain_value(leaf.dtype), dtype=leaf.dtype, device=self._device)
-            found.append(None if leaf.written else self._like_computed(value.expand(leaf.shape), call.layer))
-        return found
-
-    def _like_computed(self, tensor: Tensor, layer: str) -> Tensor:
-        """Hooks and reentrant gradient checkpoints of the user ask for tensors that require gradients.
-
-        None ever gets one, unless the step has come to use what its plan says nobody needs.
-        """
-        if self.trains and tensor.is_floating_point():
-            tensor.requires_grad_().register_hook(partial(_refuse_use, layer))  # type: ignore[no-untyped-call]
-        return tensor
-
-
-def _refuse_use(layer: str, grad: Tensor | None) -> None:
-    if grad is None:  # from a reentrant checkpoint on the way, through which nothing depended on it
-        return
-    raise ChangedStepError(
-        f"The loss depends on the output of layer {layer!r} through code between the layers that did not use it when"
-        " the step was planned. That code may depend on the shapes and plain values of the batch, but not on the epoch,"
-        " the number of the step or of the batch, on counters, or on random numbers: use the value every time,"
-        " multiplied by a factor that may be zero."
-    )
 
 
 class Frame:
@@ -165,27 +38,33 @@ class Frame:
     def __call__(self, name: str, compute: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Compute, answer or end."""
         layout, index = self._layout, self._cursor
-        if index >= len(layout.calls) or layout.calls[index].layer != name:
-            raise self._changed(name)
         if index >= layout.stop:
-            raise StageEnd
-        self._cursor += 1
+            if index < len(layout.calls) and layout.calls[index].layer == name:
+                raise StageEnd
+            raise self._changed(name)
+        way = layout.ways[index]
+        if way.layer != name:
+            raise self._changed(name)
+        self._cursor = index + 1
         if self.regions is not None:
             self.regions.note(index)
-        call = layout.calls[index]
-        seed = rng.layer_seed() if call.draws else None
+        seed = rng.layer_seed() if way.draws else None
         if index < layout.start:
-            answer = layout.answers[index]
-            if answer is None:
-                return self._answer(index, call, args, kwargs)
+            if way.received is not None:
+                answer = self.values[way.received]
+            elif way.answer is not None:
+                answer = way.answer
+            else:
+                return self._answer(index, way.call, args, kwargs)
+            # a reentrant checkpoint makes what leaves it its own; Stage.backward answers when it runs again
             return answer.detach() if layout.trains and not torch.is_grad_enabled() else answer
         self.current = name
-        result = self._compute(call, seed, compute, args, kwargs)
+        result = self._compute(way, seed, compute, args, kwargs)
         self.current = None
-        if layout.is_plain[index] and type(result) is Tensor:
-            self.values[index, 0] = result
-        elif layout.captured[index]:
-            result = self._capture(index, call, args, kwargs, result)
+        if way.whole is not None and type(result) is Tensor:
+            self.values[way.whole] = result
+        elif way.given:
+            result = self._capture(index, way, args, kwargs, result)
         return result
 
     def end(self, result: object) -> None:
@@ -196,17 +75,18 @@ class Frame:
             raise ChangedStepError(f"{error} {LEFT_OUT}") if is_none else error
 
     def _compute(
-        self, call: Call, seed: int | None, compute: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, way: Way, seed: int | None, compute: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        compute = self._layout.recomputing(call.layer, compute)
+        if way.is_recomputed:
+            compute = self._layout.recomputing(way.layer, compute)
         board = self._board
-        before, board.handler = board.handler, None  # a layer's own layers are its own
+        board.handler = None  # a layer's own layers are its own
         try:
             if seed is None:
                 return compute(*args, **kwargs)
             return rng.seeded(seed, compute, args, kwargs)
         finally:
-            board.handler = before
+            board.handler = self
 
     def _answer(self, index: int, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensors = []
@@ -218,8 +98,7 @@ class Frame:
             else:
                 tensors.append(self._layout.placeholder(index, leaf))
         if self._layout.trains and not torch.is_grad_enabled():
-            # a reentrant checkpoint makes what leaves it its own; Stage.backward answers when it runs again
-            tensors = [tensor.detach() for tensor in tensors]
+            tensors = [tensor.detach() for tensor in tensors]  # as in __call__
         if isinstance(call.structure, tree.Slot) and not call.writes:
             return tensors[0]
         inputs = tree.leaves((args, kwargs))
@@ -229,7 +108,8 @@ class Frame:
                 inputs[position].copy_(value)
         return rebuild(call.structure, tensors, inputs)
 
-    def _capture(self, index: int, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
+    def _capture(self, index: int, way: Way, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
+        call = way.call
         tensors, structure = tree.flatten(result)
         order = self._layout.orders[index]
         if len(tensors) != len(order):
@@ -239,7 +119,7 @@ class Frame:
         positions = {leaf: position for position, leaf in enumerate(order) if leaf is not None}
         rewritten = dict(self._layout.rewritten[index])
         inputs = tree.leaves((args, kwargs)) if rewritten else []
-        for leaf in self._layout.captured[index]:
+        for leaf in way.given:
             written = call.leaves[leaf].written
             if leaf in rewritten:
                 tensor = inputs[rewritten[leaf]]
@@ -287,7 +167,7 @@ class Stage:
         self.frame = frame = Frame(layout, board, received)
         result = None
         if not layout.is_idle:
-            absent = layout.stand_in()
+            absent = layout.stand_in() if layout.stand_ins else ()
             before, board.handler = board.handler, frame
             try:
                 result = step()
@@ -296,8 +176,10 @@ class Stage:
                 pass
             finally:
                 board.handler = before
-                layout.put_back(absent)
-        gives = [frame.values[output] for output in layout.gives]
+                if absent:
+                    layout.put_back(absent)
+        values = frame.values
+        gives = [values[output] for output in layout.gives]
         if frame.regions is not None:
             self._regions[id(received)] = frame.regions
         self.frame = None
@@ -317,26 +199,12 @@ class Stage:
         in for, as then.
         """
         board = self._board
-        absent = layout.stand_in()
-        before, board.handler = board.handler, Rerun(layout, received, self._regions.pop(id(received), None))
+        absent = layout.stand_in() if layout.stand_ins else ()
+        regions = self._regions.pop(id(received), None) if layout.repeated else None
+        before, board.handler = board.handler, Rerun(layout, received, regions)
         try:
             torch.autograd.backward(roots, grads)
         finally:
             board.handler = before
-            layout.put_back(absent)
-
-
-def _tensor_order(call: Call) -> list[int | None]:
-    """For each tensor of the layer's real output, its number in ``call.leaves``; None for a passed-through argument."""
-    order: list[int | None] = []
-    for leaf in tree.leaves(call.structure):
-        if isinstance(leaf, tree.Slot):
-            order.append(leaf.index)
-        elif isinstance(leaf, Argument) and leaf.is_tensor:
-            order.append(None)
-    return order
-
-
-def _rewritten(call: Call) -> list[tuple[int, int]]:
-    """``(leaf of the call, leaf of its arguments)`` for each argument that the layer writes into."""
-    return list(enumerate(call.writes, start=len(call.leaves) - len(call.writes)))
+            if absent:
+                layout.put_back(absent)

@@ -12,8 +12,9 @@ from lightning_pp.partition.plan import segments
 from lightning_pp.partition.switch import Switchboard
 from lightning_pp.partition.trace import trace_step
 from lightning_pp.runtime import rng
+from lightning_pp.runtime.layout import Layout
 from lightning_pp.runtime.planner import Cut, CutOptions, Planner
-from lightning_pp.runtime.stage import ChangedStepError, Layout, Stage
+from lightning_pp.runtime.stage import ChangedStepError, Stage
 from tests.runtime.ranks import CPU
 
 
