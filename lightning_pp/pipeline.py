@@ -270,7 +270,7 @@ class Pipeline:
     # -- connecting -------------------------------------------------------------------------------------------------
 
     def _connect(self, board: Switchboard, planner: Planner) -> None:
-        mesh, arguments = self._mesh, self._arguments
+        mesh, arguments, groups = self._mesh, self._arguments, self._groups
         backend = backend_for(self._device, arguments.process_group_backend)
         edges = {edge for training in (True, False) for edge in self._program(self._num_microbatches, training).edges}
         senders, receivers = open_links(mesh, edges, self._device, backend, arguments.timeout)
@@ -280,7 +280,7 @@ class Pipeline:
         self.copies = Copies(self.ownership, mesh, self._groups, backend, arguments.timeout)
         self.copies.share()
         self.gradients = self.copies.gradient_hold()
-        self.flush = flush = Flush(self.group, self.host_group, mesh.position, mesh.num_stages, self._device)
+        self.flush = flush = Flush(groups.beside, self.host_group, mesh.position, mesh.num_stages, self._device)
         self.metrics = SharedMetrics(
             self._module,
             self.host_group if mesh.num_stages > 1 else None,

@@ -47,7 +47,13 @@ class Layer(nn.Linear):
             Layer.calls += 1
         if WHERE == "layer" and self.fails and Layer.calls > 20:
             raise ValueError("planted in a layer")
-        return super().forward(x)
+        y = super().forward(x)
+        if WHERE == "backward" and self.fails and Layer.calls == 24:  # the last micro-batch of the sixth batch
+            y.register_hook(planted)
+        return y
+
+def planted(grad):
+    raise ValueError("planted in a backward")
 
 class Model(LightningModule):
     def __init__(self):
@@ -119,6 +125,16 @@ def test_a_layer_that_raises(script: Path, rank: str) -> None:
     assert f"in layer 'blocks.{rank}', micro-batch" in output
     assert "<-- here" in output
     assert f"The pipeline was stopped by rank {rank}:" in output or rank == "0", output
+
+
+@pytest.mark.parametrize("rank", ["0", "1", "2"])
+def test_a_last_backward_that_raises(script: Path, rank: str) -> None:
+    """What the last stage shares is already being received then, by threads that nobody waits for."""
+    code, output, seconds = run(script, "backward", rank)
+    assert code != 0
+    assert seconds < LIMIT
+    assert "ValueError: planted in a backward" in output, output
+    assert f"Rank {rank} (stage {rank}) failed in {rank}B3" in output, output
 
 
 def test_a_loss_that_raises(script: Path) -> None:

@@ -63,16 +63,17 @@ class BatchValues:
     Attributes:
         is_running: Whether micro-batches are running (planning is not that).
         is_whole: Whether the batch is a single micro-batch.
+        micro_batch: The number in the batch of the one under way.
     """
 
     def __init__(self, copy_of: Callable[[Metric], Metric], replicas: Replicas) -> None:
         self._copy_of = copy_of
         self._replicas = replicas
         self._batch = 0
-        self._micro_batch = 0
         self._origins: dict[int, tuple[weakref.ref[Tensor], Origin]] = {}
         self.is_running = False
         self.is_whole = True
+        self.micro_batch = 0
 
     def start(self, num_microbatches: int) -> None:
         """A batch begins."""
@@ -80,10 +81,6 @@ class BatchValues:
         self._origins.clear()
         self.is_running = True
         self.is_whole = num_microbatches == 1
-
-    def start_micro_batch(self) -> None:
-        """A micro-batch begins."""
-        self._micro_batch += 1
 
     def stop(self) -> None:
         """The batch has run."""
@@ -94,11 +91,11 @@ class BatchValues:
         if self.is_whole and self._replicas.size == 1:
             return
         if calls.batch != self._batch:
-            calls.batch = self._batch
+            calls.batch, calls.micro_batch = self._batch, -1
             for copy in calls.copies:
                 copy.reset()
-        if calls.micro_batch != self._micro_batch:
-            calls.micro_batch, calls.number = self._micro_batch, 0
+        if calls.micro_batch != self.micro_batch:
+            calls.micro_batch, calls.number = self.micro_batch, 0
         if calls.number == len(calls.copies):
             calls.copies.append(self._copy_of(metric))
         copy = calls.copies[calls.number]

@@ -162,6 +162,25 @@ class Sender:
             ) from error
 
 
+@dataclass(slots=True)
+class Buffers:
+    """Messages that are posted or have come early, on all edges that count here.
+
+    Attributes:
+        now: How many there are.
+        peak: Most that there were at once.
+    """
+
+    now: int = 0
+    peak: int = 0
+
+    def add(self) -> None:
+        """One more."""
+        self.now += 1
+        if self.now > self.peak:
+            self.peak = self.now
+
+
 class Receiver:
     """The receiving end of an edge.
 
@@ -169,7 +188,7 @@ class Receiver:
     waits is much the same in every batch: each message is remembered that was there already when it was wanted.
 
     Attributes:
-        num_waiting: Messages that are posted or have come early: the buffers this edge holds.
+        buffers: Counts its messages; an engine gives all its receivers one.
     """
 
     def __init__(self, peer: Peer, header_peer: Peer, label: Label | None = None) -> None:
@@ -180,7 +199,7 @@ class Receiver:
         self._posted: deque[tuple[Message, list[Pending | Tensor], Pending | None]] = deque()
         self._early: dict[Message, list[Pending | Tensor]] = {}
         self._prompt: set[Message] = set()
-        self.num_waiting = 0
+        self.buffers = Buffers()
         self._known: Known = lambda message: None
         self._learn: Learn | None = None
         self._notes: Notes | None = None
@@ -196,8 +215,8 @@ class Receiver:
             learn: Is told what a header says; None where no message has one.
             notes: Which messages have a note; None for none.
         """
-        assert not self._expected, "the batch before has not been taken"
-        assert not self.num_waiting, "the batch before has not been taken"
+        is_through = not (self._expected or self._posted or self._early)
+        assert is_through, "the batch before has not been taken"
         self._known, self._learn, self._notes = known, learn, notes
         self._expected.extend(messages)
         self._post(DEPTH, may_wait=False)
@@ -206,9 +225,9 @@ class Receiver:
         """Wait for ``message`` and for no other; one more is always posted meanwhile."""
         start = time.monotonic()
         try:
-            parts = self._early.pop(message) if message in self._early else self._next(message)
-            self.num_waiting -= 1
-            self._post(1, may_wait=False)
+            parts = self._next(message)
+            if not self._posted:
+                self._post(1, may_wait=False)
             tensors = [part if isinstance(part, Tensor) else part.wait() for part in parts]
         except PeerLost as error:
             label, waited = self._label, time.monotonic() - start
@@ -216,6 +235,7 @@ class Receiver:
                 f"waited {waited:.1f} s for the {label.carries} of micro-batch {message[1]} from rank {label.other}:"
                 f" {error}"
             ) from error
+        self.buffers.now -= 1
         if time.monotonic() - start < _IDLE:
             self._prompt.add(message)
         else:
@@ -232,6 +252,8 @@ class Receiver:
 
     def _next(self, message: Message) -> list[Pending | Tensor]:
         """Go on to ``message``; what comes before it is kept."""
+        if self._early and message in self._early:
+            return self._early.pop(message)
         while True:
             if not self._posted:
                 self._post(1, may_wait=True)
@@ -254,12 +276,13 @@ class Receiver:
                 specs = self._receive_header()
                 self._learn(message, specs)
             self._expected.popleft()
-            note = self._start_note(message)
+            note = self._start_note(message) if self._notes is not None else None
             self._posted.append((message, [self._start(spec) for spec in specs], note))
-            self.num_waiting += 1
+            self.buffers.add()
 
     def _start_note(self, message: Message) -> Pending | None:
-        size = self._notes.size(message) if self._notes is not None else 0
+        assert self._notes is not None
+        size = self._notes.size(message)
         return self._header_peer.receive((size,), torch.uint8) if size else None
 
     def _start(self, spec: Spec) -> Pending | Tensor:

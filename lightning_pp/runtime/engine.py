@@ -13,7 +13,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from lightning_pp.partition import tree
-from lightning_pp.runtime.channel import Message, Receiver, Sender, Spec, Specs
+from lightning_pp.runtime.channel import Buffers, Receiver, Sender, Spec, Specs
 from lightning_pp.runtime.comm import PeerLost
 from lightning_pp.runtime.events import Recorder
 from lightning_pp.runtime.held import HeldBytes
@@ -60,7 +60,6 @@ class Engine:
 
     Attributes:
         in_flight_peak: Most micro-batches that were held for backward at once, since the last reset.
-        buffers_peak: Most messages that were posted or held by receivers at once, since the last reset.
         recorder: Told of each op that has ended; None for nobody.
         held: Counts the bytes that are held for backward; None for nobody.
         now: The op under way, for whoever asks from another thread; None between batches.
@@ -97,8 +96,10 @@ class Engine:
             Kind.SEND_B: self._send_gradient,
             Kind.RECV_B: self._receive_gradient,
         }
+        self._buffers = Buffers()
+        for receiver in self._receivers.values():
+            receiver.buffers = self._buffers
         self.in_flight_peak = 0
-        self.buffers_peak = 0
         self.recorder: Recorder | None = None
         self.held: HeldBytes | None = None
         self.now: Op | None = None
@@ -167,6 +168,11 @@ class Engine:
             self._drop(text)
             raise PipelineError(text) from error
 
+    @property
+    def buffers_peak(self) -> int:
+        """Most messages that were posted or held by receivers at once, since the last reset."""
+        return self._buffers.peak
+
     def close(self) -> None:
         """Let go of the channels and of everything that a failed run has left."""
         self._drop("it was closed")
@@ -177,17 +183,16 @@ class Engine:
     def reset_peaks(self) -> None:
         """Start counting anew."""
         self.in_flight_peak = 0
-        self.buffers_peak = 0
+        self._buffers.peak = self._buffers.now
 
     def _begin(self, job: Job, program: Program) -> None:
         """Set the channels to the program, and start to receive."""
         for sender, window in program.windows:
             sender.window = window
-        plans = job.plans
-        self._returns = returns = Returns(plans, program.first_gradients)
+        self._returns = returns = Returns(job.plans, program.first_gradients)
         for receiver, kind, messages in program.incoming:
             if kind is Kind.F:
-                receiver.expect(messages, partial(_known_activation, plans), partial(_learn, plans))
+                receiver.expect(messages, job.known, job.learn)
             else:
                 receiver.expect(messages, returns.known, returns.learn, returns.notes)
 
@@ -235,6 +240,8 @@ class Engine:
 
     def _backward(self, job: Job, task: Task) -> None:
         key = task.key
+        if task.is_last and job.ending is not None:
+            job.ending()
         saved = self._saved.pop(key)
         roots, grads = saved.roots, saved.root_grads
         if grads is None:
@@ -294,13 +301,9 @@ class Engine:
     def _take(self, task: Task) -> list[Tensor]:
         receiver = task.receiver
         assert receiver is not None
-        num_waiting, is_prompt = 0, receiver.is_prompt(task.message)
-        for other in self._receivers.values():
-            if not is_prompt:  # there will be time
+        if not receiver.is_prompt(task.message):
+            for other in self._receivers.values():  # there will be time
                 other.post_ahead()
-            num_waiting += other.num_waiting
-        if num_waiting > self.buffers_peak:
-            self.buffers_peak = num_waiting
         return receiver.take(task.message)
 
     # -- failure ----------------------------------------------------------------------------------------------------
@@ -336,14 +339,6 @@ def _detached(result: Any) -> Any:
     if isinstance(result, Tensor):
         return result.detach()
     return tree.map_leaves(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, result)
-
-
-def _known_activation(plans: Sequence[SignaturePlan], message: Message) -> Specs | None:
-    return plans[message[1]].specs.get(message[0])
-
-
-def _learn(plans: Sequence[SignaturePlan], message: Message, specs: Specs) -> None:
-    plans[message[1]].learn(message[0], specs)
 
 
 def _listed(specs: Specs) -> str:

@@ -49,8 +49,8 @@ class Flush:
     """Shares what the last stage reports.
 
     Args:
-        group: All ranks of the pipeline, in order of position; None for a single one.
-        host_group: The same ranks for host memory (may be ``group``).
+        group: All ranks of the pipeline, in order of position, for nothing but this; None for a single one.
+        host_group: The same ranks for host memory.
         position: This rank's place in it.
         size: Number of ranks.
         device: Where the packed tensor lives.
@@ -78,6 +78,7 @@ class Flush:
         self._numbers: dict[bytes, int] = {}
         self._capacity = 0
         self._sums: tuple[Tensor, Any] | None = None
+        self._coming: tuple[Tensor, Any] | None = None
         self._pending: Readback | None = None
 
     @property
@@ -100,6 +101,18 @@ class Flush:
         with losing_peers():
             self._sums = sums, dist.all_reduce(sums, group=self._group, async_op=True)
 
+    def expect(self) -> None:
+        """Start to receive what the last stage will share, where this rank has something left to do meanwhile.
+
+        May be called between :meth:`begin` and :meth:`share`, whatever other ranks do. On a GPU it does nothing, as a
+        collective that waits there keeps a part of it busy.
+        """
+        if self._size == 1 or not self._reads_packed or self._position == self._size - 1:
+            return
+        packed = self._new_packed()
+        with losing_peers():
+            self._coming = packed, self._start_broadcast(packed)
+
     def share(self, report: Any) -> Any:
         """Give every rank the last stage's ``report`` (others pass None).
 
@@ -118,8 +131,8 @@ class Flush:
         if self._position == self._size - 1:
             tensors, text = _described(report)
             number = self._numbers.get(text, len(self._known))
-        self._end_comparison()
         packed, number = self._exchange(tensors, number)
+        self._end_comparison()  # not before: what others have started to receive must come
         if number >= len(self._known):
             description = self._send_description(text)
             packed = self._broadcast_packed(tensors, description)
@@ -152,13 +165,27 @@ class Flush:
 
     def _exchange(self, tensors: list[Tensor], number: int) -> tuple[Tensor, int]:
         """The one collective; the number of a new description is the number of those known."""
-        packed = torch.zeros(1 + self._capacity, dtype=torch.int64, device=self._device)
-        if self._position == self._size - 1:
-            packed[0] = number
-            if number < len(self._known):
-                _pack_into(packed[1:], tensors)
-        self._broadcast(packed, self._group)
+        if self._coming is not None:
+            (packed, work), self._coming = self._coming, None
+        else:
+            packed = self._new_packed()
+            if self._position == self._size - 1:
+                packed[0] = number
+                if number < len(self._known):
+                    _pack_into(packed[1:], tensors)
+            with losing_peers():
+                work = self._start_broadcast(packed)
+        with losing_peers():
+            work.wait()
         return packed[1:], int(packed[0].item()) if self._reads_packed else self._number_on_host(number)
+
+    def _new_packed(self) -> Tensor:
+        """Room for the number of a description, and for all that one of those known has packed."""
+        return torch.zeros(1 + self._capacity, dtype=torch.int64, device=self._device)
+
+    def _start_broadcast(self, tensor: Tensor) -> Any:
+        source = dist.get_global_rank(self._group, self._size - 1)
+        return dist.broadcast(tensor, src=source, group=self._group, async_op=True)
 
     def _number_on_host(self, number: int) -> int:
         """Off the device's queue, so that the host need not wait for the device."""

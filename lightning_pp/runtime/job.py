@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_pp.runtime.channel import Specs, gradient_specs
+from lightning_pp.runtime.channel import Message, Specs, gradient_specs
 from lightning_pp.runtime.layout import Layout
 from lightning_pp.schedule import Lowered
 
@@ -47,6 +47,7 @@ class Job:
         plans: One per micro-batch.
         scales: What each micro-batch's loss is multiplied by.
         loss_scaling: Multiplies a tensor by the present scale of a loss scaler; None where there is none.
+        ending: Called before this rank's last backward.
         backward_done: Called after this rank's last backward, before its last messages.
         results: What the last stage's steps returned, by micro-batch.
     """
@@ -57,9 +58,18 @@ class Job:
     loss_of: Callable[[Any], Tensor] | None = None
     scales: Sequence[float] = ()
     loss_scaling: Callable[[Tensor], Tensor] | None = None
+    ending: Callable[[], None] | None = None
     backward_done: Callable[[], None] | None = None
     results: dict[int, Any] = field(default_factory=dict)
     _root_grads: dict[Any, Sequence[Tensor]] = field(default_factory=dict)
+
+    def known(self, message: Message) -> Specs | None:
+        """What is known by now of what crosses with a message of activations."""
+        return self.plans[message[1]].specs.get(message[0])
+
+    def learn(self, message: Message, specs: Specs) -> None:
+        """Remember what a header has said of a message of activations."""
+        self.plans[message[1]].learn(message[0], specs)
 
     def root_grad(self, mb: int, loss: Tensor) -> Tensor:
         """The gradient that the backward of ``loss``, of micro-batch ``mb``, begins with.

@@ -82,6 +82,7 @@ class LogRecorder:
 
     Attributes:
         calls: What the step has told loggers and printed, unless that was done at once.
+        mb: The micro-batch under way.
     """
 
     def __init__(
@@ -94,7 +95,7 @@ class LogRecorder:
         self.calls: list[Call] = []
         self._entries: list[_Entry] = []
         self._objects: dict[str, _Object] = {}
-        self._mb = 0
+        self.mb = 0
 
     def __enter__(self) -> LogRecorder:
         object.__setattr__(self._module, "log", self._record)
@@ -105,12 +106,6 @@ class LogRecorder:
     def __exit__(self, *exception: object) -> None:
         object.__delattr__(self._module, "log")
         self._taking_down.close()
-
-    def start(self, mb: int) -> None:
-        """Micro-batch ``mb`` begins."""
-        self._mb = mb
-        if self._metrics is not None:
-            self._metrics.batch.start_micro_batch()
 
     @property
     def values(self) -> list[Tensor]:
@@ -143,7 +138,7 @@ class LogRecorder:
         origin = None
         if self._metrics is not None and isinstance(value, Tensor):
             origin = self._metrics.batch.origin(value)
-        self._entries.append(_Entry(self._mb, name, tensor.reshape(()).clone(), options, origin))
+        self._entries.append(_Entry(self.mb, name, tensor.reshape(()).clone(), options, origin))
 
     def merged(self, weights: Sequence[float]) -> list[tuple[str, Tensor, dict[str, Any]]]:
         """One ``(name, value, options)`` for every call that a micro-batch made, in the order of the first calls."""

@@ -57,7 +57,7 @@ def stream(num_messages: int, order: list[int]) -> Any:
         result = len(sender._under_way)
     else:
         receiver.expect(names, lambda m: known.get(m[1]), lambda m, specs: known.__setitem__(m[1], specs))
-        result = [[t.clone() for t in receiver.take((1, mb))] for mb in order], known, receiver.num_waiting
+        result = [[t.clone() for t in receiver.take((1, mb))] for mb in order], known, receiver.buffers.now
     leave()
     return result
 
@@ -91,7 +91,7 @@ def with_notes(order: list[int]) -> Any:
     else:
         notes = Notes(lambda m: 3 if m[1] == 0 else 0, lambda m, note: read.append((m[1], note)))
         receiver.expect(names, lambda m: specs if m[1] == 0 else None, lambda m, s: None, notes)
-        result = [len(receiver.take((1, mb))[0]) for mb in order], read, receiver.num_waiting
+        result = [len(receiver.take((1, mb))[0]) for mb in order], read, receiver.buffers.now
     leave()
     return result
 

@@ -69,6 +69,31 @@ def test_every_rank_gets_what_the_last_has(size: int, reads_packed: bool, rememb
             assert_identical(ours, theirs)
 
 
+def share_ahead(size: int) -> list[Any]:
+    """Some ranks start to receive while others do not, or do something else together first."""
+    rank = connect()
+    flush = Flush(dist.new_group(range(size)), dist.group.WORLD, rank, size, CPU)
+    found = []
+    for step in range(2):
+        for number, report in enumerate(reports()):
+            flush.begin(torch.tensor(2.5, dtype=torch.float64))
+            if (rank + number + step) % 3:
+                flush.expect()
+            total = torch.ones(1)
+            dist.all_reduce(total)
+            assert total.item() == size
+            found.append(flush.share(report if rank == size - 1 else None))
+    leave()
+    return found
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_may_start_to_receive_at_any_time(size: int) -> None:
+    for found in run_ranks(share_ahead, size, size):
+        for ours, theirs in zip(found, reports() * 2, strict=True):
+            assert_identical(ours, theirs)
+
+
 def assert_identical(ours: Any, theirs: Any) -> None:
     assert type(ours) is type(theirs)
     if isinstance(theirs, torch.Tensor):
@@ -98,6 +123,7 @@ def compare(size: int, reads_packed: bool, batches: list[Any]) -> list[str]:
     for batch in batches[rank]:
         try:
             flush.begin(microbatch.checksum(batch, CPU))
+            flush.expect()
             flush.share(torch.tensor(1.0) if rank == size - 1 else None)
             texts.append("")
         except DifferentBatchesError as error:
