@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -54,11 +54,6 @@ class Spec:
         """Whether this is what ``tensor`` is."""
         return tensor.shape == self.shape and tensor.dtype is self.dtype and tensor.requires_grad is self.requires_grad
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether there is nothing to transfer."""
-        return 0 in self.shape
-
 
 Specs = tuple[Spec, ...]
 Message = tuple[int, int]
@@ -74,12 +69,17 @@ class Notes:
     """Small numbers that some messages bring with them in host memory.
 
     Attributes:
-        size: How many go with a message whose specs are known; 0 for none.
+        messages: Those that have one.
+        size: How many there are with one of them, whose specs are known; 0 for none.
         read: Told them, in the order of the messages and before any that follows is looked at.
     """
 
+    messages: Collection[Message]
     size: Callable[[Message], int]
     read: Callable[[Message, list[int]], None]
+
+
+NO_NOTES = Notes((), lambda message: 0, lambda message, note: None)
 
 
 def gradient_specs(specs: Specs) -> Specs:
@@ -125,7 +125,9 @@ class Sender:
         parts = [] if header is None else self._send_header(header)
         if note is not None:
             parts.append(self._header_peer.send(torch.tensor(note, dtype=torch.uint8)))
-        parts += [self._peer.send(tensor) for tensor in tensors if tensor.numel()]
+        for tensor in tensors:
+            if tensor.numel():
+                parts.append(self._peer.send(tensor))
         if not parts:
             return
         under_way = self._under_way
@@ -202,10 +204,10 @@ class Receiver:
         self.buffers = Buffers()
         self._known: Known = lambda message: None
         self._learn: Learn | None = None
-        self._notes: Notes | None = None
+        self._notes = NO_NOTES
 
     def expect(
-        self, messages: Sequence[Message], known: Known, learn: Learn | None = None, notes: Notes | None = None
+        self, messages: Sequence[Message], known: Known, learn: Learn | None = None, notes: Notes = NO_NOTES
     ) -> None:
         """Say what will come, in order, and start to receive ahead; all that was said before has been taken.
 
@@ -213,7 +215,7 @@ class Receiver:
             messages: The messages of one batch.
             known: What is known of a message; None says that it comes with a header.
             learn: Is told what a header says; None where no message has one.
-            notes: Which messages have a note; None for none.
+            notes: Which messages have a note.
         """
         is_through = not (self._expected or self._posted or self._early)
         assert is_through, "the batch before has not been taken"
@@ -258,7 +260,7 @@ class Receiver:
             if not self._posted:
                 self._post(1, may_wait=True)
             first, parts, note = self._posted.popleft()
-            if note is not None and self._notes is not None:
+            if note is not None:
                 self._notes.read(first, note.wait().tolist())
             if first == message:
                 return parts
@@ -276,17 +278,16 @@ class Receiver:
                 specs = self._receive_header()
                 self._learn(message, specs)
             self._expected.popleft()
-            note = self._start_note(message) if self._notes is not None else None
+            note = self._start_note(message) if message in self._notes.messages else None
             self._posted.append((message, [self._start(spec) for spec in specs], note))
             self.buffers.add()
 
     def _start_note(self, message: Message) -> Pending | None:
-        assert self._notes is not None
         size = self._notes.size(message)
         return self._header_peer.receive((size,), torch.uint8) if size else None
 
     def _start(self, spec: Spec) -> Pending | Tensor:
-        if spec.is_empty:
+        if 0 in spec.shape:  # there is nothing to transfer
             return torch.empty(spec.shape, dtype=spec.dtype, device=self._peer.device)
         return self._peer.receive(spec.shape, spec.dtype)
 

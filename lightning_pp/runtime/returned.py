@@ -54,7 +54,7 @@ class Returns:
     @property
     def notes(self) -> Notes:
         """For the receivers of gradients."""
-        return Notes(self._note_size, self._read)
+        return Notes(self._firsts, self._note_size, self._read)
 
     def known(self, message: Message) -> Specs | None:
         """What is known of a message by now: nothing before its activation was sent, or where it has a header."""
@@ -91,7 +91,7 @@ class Returns:
         return [tensor if is_there else None for tensor, is_there in zip(tensors, note, strict=True)]
 
     def _note_size(self, message: Message) -> int:
-        return len(self._plans[message[1]].gradients[message[0]]) if message in self._firsts else 0
+        return len(self._plans[message[1]].gradients[message[0]])
 
     def _read(self, message: Message, note: list[int]) -> None:
         self._came[message] = note

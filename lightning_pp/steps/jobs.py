@@ -275,12 +275,12 @@ class StepRunner:
     def _plans(
         self, name: str, parts: Parts, rest: Sequence[Any], context: Callable[[], AbstractContextManager[None]]
     ) -> list[StepPlan]:
-        mode = self._mode()
+        mode, is_split_by_user = self._mode(), hasattr(self._module, "split_batch")
         by_size: dict[int | None, StepPlan] = {}
         plans = []
         for part, size in zip(parts.batches, parts.sizes, strict=True):
             plan = by_size.get(size)
-            if plan is None or hasattr(self._module, "split_batch"):
+            if plan is None or is_split_by_user:
                 plan = by_size[size] = self._plan(name, part, rest, context, mode, about_size(size, parts))
             plans.append(plan)
         return plans
