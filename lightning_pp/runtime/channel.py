@@ -164,23 +164,27 @@ class Sender:
             ) from error
 
 
-@dataclass(slots=True)
-class Buffers:
-    """Messages that are posted or have come early, on all edges that count here.
+class Intake:
+    """What the receivers of one rank share.
 
     Attributes:
-        now: How many there are.
-        peak: Most that there were at once.
+        buffers: Messages that are posted or have come early, at present.
+        buffers_peak: Most that there were at once.
     """
 
-    now: int = 0
-    peak: int = 0
+    __slots__ = ("_receivers", "buffers", "buffers_peak")
 
-    def add(self) -> None:
-        """One more."""
-        self.now += 1
-        if self.now > self.peak:
-            self.peak = self.now
+    def __init__(self, receivers: Sequence[Receiver]) -> None:
+        self.buffers = 0
+        self.buffers_peak = 0
+        self._receivers = receivers
+        for receiver in receivers:
+            receiver.intake = self
+
+    def post_ahead(self) -> None:
+        """Let all post their next receives, as far as nothing has to be waited for."""
+        for receiver in self._receivers:
+            receiver.post_ahead()
 
 
 class Receiver:
@@ -190,7 +194,7 @@ class Receiver:
     waits is much the same in every batch: each message is remembered that was there already when it was wanted.
 
     Attributes:
-        buffers: Counts its messages; an engine gives all its receivers one.
+        intake: What it shares with the other receivers of its rank.
     """
 
     def __init__(self, peer: Peer, header_peer: Peer, label: Label | None = None) -> None:
@@ -201,7 +205,7 @@ class Receiver:
         self._posted: deque[tuple[Message, list[Pending | Tensor], Pending | None]] = deque()
         self._early: dict[Message, list[Pending | Tensor]] = {}
         self._prompt: set[Message] = set()
-        self.buffers = Buffers()
+        self.intake = Intake(())
         self._known: Known = lambda message: None
         self._learn: Learn | None = None
         self._notes = NO_NOTES
@@ -225,10 +229,13 @@ class Receiver:
 
     def take(self, message: Message) -> list[Tensor]:
         """Wait for ``message`` and for no other; one more is always posted meanwhile."""
+        intake = self.intake
         start = time.monotonic()
+        if message not in self._prompt:  # there will be time
+            intake.post_ahead()
         try:
             parts = self._next(message)
-            if not self._posted:
+            if not self._posted and self._expected:
                 self._post(1, may_wait=False)
             tensors = [part if isinstance(part, Tensor) else part.wait() for part in parts]
         except PeerLost as error:
@@ -237,16 +244,12 @@ class Receiver:
                 f"waited {waited:.1f} s for the {label.carries} of micro-batch {message[1]} from rank {label.other}:"
                 f" {error}"
             ) from error
-        self.buffers.now -= 1
+        intake.buffers -= 1
         if time.monotonic() - start < _IDLE:
             self._prompt.add(message)
         else:
             self._prompt.discard(message)
         return tensors
-
-    def is_prompt(self, message: Message) -> bool:
-        """Whether ``message`` was there when it was wanted the last time."""
-        return message in self._prompt
 
     def post_ahead(self) -> None:
         """Post the next receives, as far as nothing has to be waited for."""
@@ -279,17 +282,21 @@ class Receiver:
                 self._learn(message, specs)
             self._expected.popleft()
             note = self._start_note(message) if message in self._notes.messages else None
-            self._posted.append((message, [self._start(spec) for spec in specs], note))
-            self.buffers.add()
+            parts: list[Pending | Tensor] = []
+            for spec in specs:
+                if 0 in spec.shape:  # there is nothing to transfer
+                    parts.append(torch.empty(spec.shape, dtype=spec.dtype, device=self._peer.device))
+                else:
+                    parts.append(self._peer.receive(spec.shape, spec.dtype))
+            self._posted.append((message, parts, note))
+            intake = self.intake
+            intake.buffers += 1
+            if intake.buffers > intake.buffers_peak:
+                intake.buffers_peak = intake.buffers
 
     def _start_note(self, message: Message) -> Pending | None:
         size = self._notes.size(message)
         return self._header_peer.receive((size,), torch.uint8) if size else None
-
-    def _start(self, spec: Spec) -> Pending | Tensor:
-        if 0 in spec.shape:  # there is nothing to transfer
-            return torch.empty(spec.shape, dtype=spec.dtype, device=self._peer.device)
-        return self._peer.receive(spec.shape, spec.dtype)
 
     def _receive_header(self) -> Specs:
         length = self._header_peer.receive((1,), torch.int64).wait()

@@ -13,7 +13,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from lightning_pp.partition import tree
-from lightning_pp.runtime.channel import Buffers, Receiver, Sender, Spec, Specs
+from lightning_pp.runtime.channel import Intake, Receiver, Sender, Spec, Specs
 from lightning_pp.runtime.comm import PeerLost
 from lightning_pp.runtime.events import Recorder
 from lightning_pp.runtime.held import HeldBytes
@@ -96,9 +96,7 @@ class Engine:
             Kind.SEND_B: self._send_gradient,
             Kind.RECV_B: self._receive_gradient,
         }
-        self._buffers = Buffers()
-        for receiver in self._receivers.values():
-            receiver.buffers = self._buffers
+        self._intake = Intake(tuple(self._receivers.values()))
         self.in_flight_peak = 0
         self.recorder: Recorder | None = None
         self.held: HeldBytes | None = None
@@ -171,7 +169,7 @@ class Engine:
     @property
     def buffers_peak(self) -> int:
         """Most messages that were posted or held by receivers at once, since the last reset."""
-        return self._buffers.peak
+        return self._intake.buffers_peak
 
     def close(self) -> None:
         """Let go of the channels and of everything that a failed run has left."""
@@ -179,11 +177,12 @@ class Engine:
         self._programs.clear()
         self._senders.clear()
         self._receivers.clear()
+        self._intake = Intake(())
 
     def reset_peaks(self) -> None:
         """Start counting anew."""
         self.in_flight_peak = 0
-        self._buffers.peak = self._buffers.now
+        self._intake.buffers_peak = self._intake.buffers
 
     def _begin(self, job: Job, program: Program) -> None:
         """Set the channels to the program, and start to receive."""
@@ -284,7 +283,8 @@ class Engine:
         task.sender.send(task.message, tensors)
 
     def _receive_activation(self, job: Job, task: Task) -> None:
-        tensors = self._take(task)
+        assert task.receiver is not None
+        tensors = task.receiver.take(task.message)
         for tensor, spec in zip(tensors, job.plans[task.key[1]].specs[task.key[0]], strict=True):
             if spec.requires_grad:
                 tensor.requires_grad_(True)
@@ -296,15 +296,8 @@ class Engine:
         task.sender.send(task.message, out.tensors, out.header, out.note)
 
     def _receive_gradient(self, job: Job, task: Task) -> None:
-        self._grads_in[task.key] = self._returns.incoming(task.message, self._take(task))
-
-    def _take(self, task: Task) -> list[Tensor]:
-        receiver = task.receiver
-        assert receiver is not None
-        if not receiver.is_prompt(task.message):
-            for other in self._receivers.values():  # there will be time
-                other.post_ahead()
-        return receiver.take(task.message)
+        assert task.receiver is not None
+        self._grads_in[task.key] = self._returns.incoming(task.message, task.receiver.take(task.message))
 
     # -- failure ----------------------------------------------------------------------------------------------------
 

@@ -56,7 +56,7 @@ def stream(num_messages: int, order: list[int]) -> Any:
         result = len(sender._under_way)
     else:
         receiver.expect(names, lambda m: known.get(m[1]), lambda m, specs: known.__setitem__(m[1], specs))
-        result = [[t.clone() for t in receiver.take((1, mb))] for mb in order], known, receiver.buffers.now
+        result = [[t.clone() for t in receiver.take((1, mb))] for mb in order], known, receiver.intake.buffers
     leave()
     return result
 
@@ -90,7 +90,7 @@ def with_notes(order: list[int]) -> Any:
     else:
         notes = Notes({(1, 0)}, lambda m: 3, lambda m, note: read.append((m[1], note)))
         receiver.expect(names, lambda m: specs if m[1] == 0 else None, lambda m, s: None, notes)
-        result = [len(receiver.take((1, mb))[0]) for mb in order], read, receiver.buffers.now
+        result = [len(receiver.take((1, mb))[0]) for mb in order], read, receiver.intake.buffers
     leave()
     return result
 
