@@ -28,7 +28,7 @@ from lightning_pp.runtime.events import Recorder, StepRecord
 from lightning_pp.runtime.flush import Flush
 from lightning_pp.runtime.gradients import GradientHold
 from lightning_pp.runtime.groups import Groups
-from lightning_pp.runtime.links import open_links
+from lightning_pp.runtime.links import open_beside, open_links
 from lightning_pp.runtime.mesh import Mesh
 from lightning_pp.runtime.planner import Cut, CutOptions, Planner
 from lightning_pp.runtime.stage import Stage
@@ -270,7 +270,7 @@ class Pipeline:
     # -- connecting -------------------------------------------------------------------------------------------------
 
     def _connect(self, board: Switchboard, planner: Planner) -> None:
-        mesh, arguments, groups = self._mesh, self._arguments, self._groups
+        mesh, arguments = self._mesh, self._arguments
         backend = backend_for(self._device, arguments.process_group_backend)
         edges = {edge for training in (True, False) for edge in self._program(self._num_microbatches, training).edges}
         senders, receivers = open_links(mesh, edges, self._device, backend, arguments.timeout)
@@ -280,7 +280,9 @@ class Pipeline:
         self.copies = Copies(self.ownership, mesh, self._groups, backend, arguments.timeout)
         self.copies.share()
         self.gradients = self.copies.gradient_hold()
-        self.flush = flush = Flush(groups.beside, self.host_group, mesh.position, mesh.num_stages, self._device)
+        is_beside = mesh.num_stages > 1 and self._device.type == "cpu"
+        beside = open_beside(mesh, backend, arguments.timeout) if is_beside else self.group
+        self.flush = flush = Flush(beside, self.host_group, mesh.position, mesh.num_stages, self._device)
         self.metrics = SharedMetrics(
             self._module,
             self.host_group if mesh.num_stages > 1 else None,

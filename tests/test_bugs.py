@@ -1,5 +1,7 @@
 """One test per fault that was found and fixed, with its story, for its whole kind."""
 
+import gc
+import os
 from typing import Any
 
 import pytest
@@ -53,3 +55,21 @@ def test_a_loader_without_batches() -> None:
     for one in found:
         for name, value in one.items():
             assert value == pytest.approx(reference[name], abs=1e-9)
+
+
+def fits(replicas: int) -> list[tuple[int, int]]:
+    """Threads and open files after each of some runs in one script."""
+    counts = []
+    for _ in range(3):
+        fit("MLP", {"stages": 2, "microbatches": 3}, devices=2 * replicas)
+        gc.collect()
+        counts.append((len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))))
+    return counts
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_runs_of_one_script_leave_nothing_behind(replicas: int) -> None:
+    """Groups of replicas were made for each run anew, and torch keeps groups, their threads and sockets for ever."""
+    for first, second, third in run_ranks(fits, 2 * replicas, replicas, timeout=90):
+        assert third[0] == second[0] <= first[0]
+        assert third[1] == second[1] <= first[1] + 2

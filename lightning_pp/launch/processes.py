@@ -20,7 +20,7 @@ from lightning_pp.launch import agreement, failure, launching, printing
 from lightning_pp.launch.watcher import Watched, Watcher
 from lightning_pp.launch.whereabouts import Place, place_of
 from lightning_pp.runtime.comm import backend_for, gather_with_gradients, job_store, losing_peers
-from lightning_pp.runtime.groups import Groups, make_groups
+from lightning_pp.runtime.groups import Groups, groups_for
 from lightning_pp.runtime.mesh import Mesh
 
 __all__: list[str] = []
@@ -133,7 +133,7 @@ class PipelineProcesses(ParallelStrategy):
         num_stages = self.arguments.num_stages(self.world_size)
         self._mesh = Mesh(self.global_rank, num_stages, self.world_size // num_stages)
         if self._groups is None:
-            self._groups = make_groups(self._mesh, backend, self.arguments.timeout)
+            self._groups = groups_for(self._mesh, backend, self.arguments.timeout)
         self._host_group = self._groups.everyone
         failure.reset(job_store(), self.global_rank, self._host_group)
         if self.world_size > 1:

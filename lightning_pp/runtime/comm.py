@@ -60,6 +60,18 @@ def all_reduce(group: Any, tensor: Tensor) -> None:
         tensor.copy_(values)
 
 
+def start_sum(group: Any, tensor: Tensor) -> Any:
+    """Begin to sum a contiguous ``tensor`` in place over ``group``, of whichever kind; returns what is waited for."""
+    return group.allreduce([tensor])
+
+
+def start_broadcast(group: Any, tensor: Tensor, source: int) -> Any:
+    """Begin to give all of ``group`` the ``tensor`` of its member ``source``; returns what is waited for."""
+    options = dist.BroadcastOptions()
+    options.rootRank = source
+    return group.broadcast([tensor], options)
+
+
 def synchronise(device: torch.device) -> None:
     """Wait until ``device`` has done all that it was given."""
     if device.type == "cuda":

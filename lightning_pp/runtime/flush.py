@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_pp.partition import tree
-from lightning_pp.runtime.comm import Readback, losing_peers
+from lightning_pp.runtime.comm import Readback, losing_peers, start_broadcast, start_sum
 
 __all__: list[str] = []
 
@@ -99,7 +99,7 @@ class Flush:
         sums = torch.zeros(self._size, dtype=torch.float64, device=self._device)
         sums[self._position] = checksum
         with losing_peers():
-            self._sums = sums, dist.all_reduce(sums, group=self._group, async_op=True)
+            self._sums = sums, start_sum(self._group, sums)
 
     def expect(self) -> None:
         """Start to receive what the last stage will share, where this rank has something left to do meanwhile.
@@ -111,7 +111,7 @@ class Flush:
             return
         packed = self._new_packed()
         with losing_peers():
-            self._coming = packed, self._start_broadcast(packed)
+            self._coming = packed, start_broadcast(self._group, packed, self._size - 1)
 
     def share(self, report: Any) -> Any:
         """Give every rank the last stage's ``report`` (others pass None).
@@ -174,7 +174,7 @@ class Flush:
                 if number < len(self._known):
                     _pack_into(packed[1:], tensors)
             with losing_peers():
-                work = self._start_broadcast(packed)
+                work = start_broadcast(self._group, packed, self._size - 1)
         with losing_peers():
             work.wait()
         return packed[1:], int(packed[0].item()) if self._reads_packed else self._number_on_host(number)
@@ -182,10 +182,6 @@ class Flush:
     def _new_packed(self) -> Tensor:
         """Room for the number of a description, and for all that one of those known has packed."""
         return torch.zeros(1 + self._capacity, dtype=torch.int64, device=self._device)
-
-    def _start_broadcast(self, tensor: Tensor) -> Any:
-        source = dist.get_global_rank(self._group, self._size - 1)
-        return dist.broadcast(tensor, src=source, group=self._group, async_op=True)
 
     def _number_on_host(self, number: int) -> int:
         """Off the device's queue, so that the host need not wait for the device."""
@@ -217,7 +213,7 @@ class Flush:
 
     def _broadcast(self, tensor: Tensor, group: Any) -> None:
         with losing_peers():
-            dist.broadcast(tensor, src=dist.get_global_rank(group, self._size - 1), group=group)
+            start_broadcast(group, tensor, self._size - 1).wait()
 
     def _unpacked(self, packed: Tensor, own: list[Tensor], description: _Description) -> Any:
         tensors: list[Tensor] = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -67,19 +68,29 @@ class Groups:
         everyone: All processes, for host memory.
         pipeline: The stages of this process's pipeline, by position, for device memory; None for a single stage.
         pipeline_host: The same for host memory; there for a single stage, too, where other pipelines exist.
-        beside: The same stages, for what is under way while steps run: nothing else goes there, so that it may begin at
-            another point of a step on each stage. That of ``pipeline`` for memory that only the device reads.
         replicas: This position in all pipelines.
     """
 
     everyone: Any
     pipeline: Any
     pipeline_host: Any
-    beside: Any
     replicas: Replicas
 
 
-def make_groups(mesh: Mesh, backend: str, timeout: timedelta) -> Groups:
+#: the groups of each connection of the processes, for every run that wants the same: torch forgets no group sooner
+_MADE: WeakKeyDictionary[Any, dict[tuple[Any, ...], Groups]] = WeakKeyDictionary()
+
+
+def groups_for(mesh: Mesh, backend: str, timeout: timedelta) -> Groups:
+    """This process's groups; those that an earlier run of this script has made, where they are the same."""
+    made = _MADE.setdefault(dist.group.WORLD, {})
+    key = (mesh, backend, timeout)
+    if key not in made:
+        made[key] = _make(mesh, backend, timeout)
+    return made[key]
+
+
+def _make(mesh: Mesh, backend: str, timeout: timedelta) -> Groups:
     """Make this process's groups; each is made by its members alone.
 
     Every process makes the same number of groups in the same order: torch names a group that is made by its members
@@ -87,23 +98,20 @@ def make_groups(mesh: Mesh, backend: str, timeout: timedelta) -> Groups:
     """
     on_host = backend == "gloo"
     everyone = dist.group.WORLD if on_host else dist.new_group(backend="gloo", timeout=timeout)
+    if mesh.num_replicas == 1:
+        pipeline = dist.group.WORLD if mesh.num_stages > 1 else None
+        return Groups(everyone, pipeline, everyone, Replicas())
 
     def make(ranks: list[int], library: str) -> Any:
         return dist.new_group(ranks, timeout=timeout, backend=library, use_local_synchronization=True)
 
-    if mesh.num_replicas == 1:
-        pipeline = dist.group.WORLD if mesh.num_stages > 1 else None
-        beside = make(mesh.pipeline, backend) if on_host and mesh.num_stages > 1 else pipeline
-        return Groups(everyone, pipeline, everyone, beside, Replicas())
     pipeline = make(mesh.pipeline, backend)
     pipeline_host = pipeline if on_host else make(mesh.pipeline, "gloo")
-    beside = make(mesh.pipeline, backend) if on_host else pipeline
     replicas = make(mesh.replicas, backend)
     replicas_host = replicas if on_host else make(mesh.replicas, "gloo")
     return Groups(
         everyone,
         pipeline if mesh.num_stages > 1 else None,
         pipeline_host,
-        beside if mesh.num_stages > 1 else None,
         Replicas(mesh.num_replicas, replicas, replicas_host),
     )

@@ -34,8 +34,8 @@ class Way:
         answer: The whole answer of an earlier layer of which nothing is needed; None where it takes more than that.
         received: The received tensor that is the whole answer of an earlier layer; None where there is none.
         is_recomputed: Whether the layer's activations are dropped and computed again.
-        given: The leaves of the output that are handed on, or that a later stage is.
-        whole: The one tensor that is all of the output, and handed on; None where it is not that simple.
+        given: Those leaves of the output that are handed on.
+        whole: The one tensor that is all of the output and is handed on; None where it is not that simple.
     """
 
     layer: str

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from datetime import timedelta
+from typing import Any
 
 import torch
 
@@ -55,6 +56,16 @@ def open_links(
         if header_peer is not peer:
             _greet(header_peer, own == 0, _HOST)
     return senders, receivers
+
+
+def open_beside(mesh: Mesh, backend: str, timeout: timedelta) -> Any:
+    """Make a group of all ranks of the pipeline for what is under way beside its steps.
+
+    Nothing else goes there, so that a collective may begin at another point of a step on each rank. It ends with the
+    pipeline, while torch keeps what ``new_group`` makes as long as the process.
+    """
+    session = job_store().add(f"lightning_pp/beside/{mesh.rank}", 1)
+    return make_group(f"beside/{session}/{mesh.replica}", mesh.position, mesh.num_stages, backend, timeout)
 
 
 def _greet(peer: Peer, is_sender: bool, device: torch.device) -> None:
