@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from math import prod
@@ -110,6 +110,7 @@ class Trace:
         draws_python: Whether the step draws from :mod:`random` or numpy.
         updated: Buffers that hold values of layers after the step: only the last stage's copy is right.
         returns_none: Whether the step itself returned None, whatever it has logged.
+        not_run: Calls whose layer was not run in the trace, and the layer that does the same and was.
     """
 
     calls: tuple[Call, ...]
@@ -120,6 +121,7 @@ class Trace:
     draws_python: bool
     updated: frozenset[str] = frozenset()
     returns_none: bool = False
+    not_run: Mapping[int, str] = field(default_factory=dict, compare=False)
     _last_use: dict[tuple[int, int], int] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

@@ -19,7 +19,7 @@ from lightning_pp.partition.calls import CONSTANTS, Argument, TraceError
 from lightning_pp.partition.mirror import show_changes
 from lightning_pp.partition.operators import storage_key
 from lightning_pp.partition.provenance import Provenance, names_of, outputs_of
-from lightning_pp.partition.untouched import is_store, state_of
+from lightning_pp.partition.untouched import State, is_store
 from lightning_pp.partition.watch import LayerWatch
 
 __all__: list[str] = []
@@ -68,12 +68,18 @@ class Inferred:
         written: Which leaves of the arguments it wrote into.
         watch: What was seen inside.
         cost: What it cost.
+        state: What the layer and its arguments held before; None where this says nothing of what they hold now.
     """
 
     result: Any
     written: tuple[int, ...]
     watch: LayerWatch
     cost: Cost
+    state: State | None = None
+
+    def is_pure(self) -> bool:
+        """Whether the layer has done nothing that shows, but to return ``result``."""
+        return self.state is not None and self.watch.is_quiet() and self.state.is_unchanged()
 
 
 class Inference:
@@ -105,13 +111,13 @@ class Inference:
         Raises:
             TraceError: The layer fails, or does something that cannot be cut.
         """
-        restore = state_of((args, kwargs, layer))
+        state = State((args, kwargs, layer))
         try:
-            return self._with_fakes(name, layer, args, kwargs)
+            return self._with_fakes(name, layer, args, kwargs, state)
         except TraceError:
             raise
         except Exception as error:  # whatever a layer does not bear as a fake, it may bear for real
-            restore()  # it may have come half-way, and a cache of keys and values grows with each run
+            state()  # it may have come half-way, and a cache of keys and values grows with each run
             return self._for_real(name, layer, args, kwargs, error)
 
     def filled(self, shape: Any, dtype: torch.dtype) -> Tensor:
@@ -153,7 +159,9 @@ class Inference:
             tensor.data = self.filled(tensor.shape, tensor.dtype)
         return copied
 
-    def _with_fakes(self, name: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inferred:
+    def _with_fakes(
+        self, name: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], state: State
+    ) -> Inferred:
         inputs = tree.leaves((args, kwargs))
         fakes = self._fake_inputs(inputs)
         with self._fake_mode:
@@ -163,6 +171,7 @@ class Inference:
         given = [item for item in fakes if isinstance(item, Tensor)]
         watch = LayerWatch(name, self._provenance, [*given, *parameters.values()], buffers.values())
         tensors = parameters | buffers
+        own = dict(tensors)
         fake_args, fake_kwargs = _with_leaves((args, kwargs), fakes)
         with (
             torch.compiler.set_stance("force_eager"),
@@ -172,8 +181,12 @@ class Inference:
         ):
             result = torch.func.functional_call(layer, tensors, fake_args, fake_kwargs)
         watch.finish()
-        self._show_changes((args, kwargs), (fake_args, fake_kwargs), inputs, fakes)
-        return Inferred(_by_identity(result, fakes), _positions(fakes, watch.written), watch, cost)
+        is_changed = self._show_changes((args, kwargs), (fake_args, fake_kwargs), inputs, fakes)
+        is_changed |= any(
+            tensors.get(key) is not tensor for key, tensor in own.items()
+        )  # torch tells what was bound anew
+        written = _positions(fakes, watch.written)
+        return Inferred(_by_identity(result, fakes), written, watch, cost, None if is_changed else state)
 
     def _for_real(
         self, name: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], fake_error: Exception
@@ -214,7 +227,7 @@ class Inference:
         if isinstance(tensor, FakeTensor):  # one that a layer has put aside; the watch minds its use
             return tensor
         is_alone = shared[storage_key(tensor)] == 1
-        learns = is_alone and self._needs_gradient(tensor)
+        learns = is_alone and self.needs_gradient(tensor)
         if is_alone and self._is_plain(tensor):
             with self._fake_mode:
                 fake = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device, requires_grad=learns)
@@ -223,7 +236,7 @@ class Inference:
         with self._fake_mode:
             return fake.detach().requires_grad_().clone() if learns else fake
 
-    def _needs_gradient(self, tensor: Tensor) -> bool:
+    def needs_gradient(self, tensor: Tensor) -> bool:
         """Whether the layer will see it as one that a gradient goes back through."""
         if not torch.is_grad_enabled() or not tensor.is_floating_point():
             return False
@@ -252,9 +265,12 @@ class Inference:
                 for fake in tree.tensors_of(original.__dict__[key]):
                     watch.put_aside(fake)
 
-    def _show_changes(self, original: Any, changed: Any, inputs: list[Any], copies: list[Any]) -> None:
+    def _show_changes(self, original: Any, changed: Any, inputs: list[Any], copies: list[Any]) -> bool:
+        """Show the caller what a layer has changed in its arguments; returns whether there is any such change."""
         real_of = {id(item): real for real, item in zip(inputs, copies, strict=True)}
-        self._undo += show_changes(original, changed, real_of)
+        changes = list(show_changes(original, changed, real_of))
+        self._undo += changes
+        return bool(changes)
 
     def _as_fake(self, leaf: Any) -> Any:
         return self._fake_mode.from_tensor(leaf.detach()) if isinstance(leaf, Tensor) else leaf

@@ -7,7 +7,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import overrides
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.modules import module as _modules
 from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -42,3 +44,12 @@ def lifted(mode: TorchDispatchMode) -> Iterator[bool]:
 def asks_for_device(func: Any, args: tuple[Any, ...]) -> bool:
     """Whether this is no operator, but C++ code that wants the device of a fake tensor: half of all that is seen."""
     return func is _DEVICE and isinstance(args[0], FakeTensor)
+
+
+def is_watched() -> bool:
+    """Whether modes of the user's, or hooks on all modules, see what a layer does."""
+    return (
+        _python_dispatch._get_current_dispatch_mode() is not None
+        or overrides._get_current_function_mode() is not None
+        or _modules._has_any_global_hook()
+    )

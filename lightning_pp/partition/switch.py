@@ -72,7 +72,7 @@ class Switchboard:
         """Give every layer its own class back."""
         for layer in self.layers.values():
             if isinstance(layer, _Switched):
-                layer.__class__ = type(layer).__mro__[2]
+                layer.__class__ = plain_class(layer)
                 object.__delattr__(layer, _ATTRIBUTE)
 
     @contextmanager
@@ -113,6 +113,11 @@ class _Switched:
             rest[0] = {key: item for key, item in rest[0].items() if key != _ATTRIBUTE}
         # pickle would complain that copyreg's function makes another class than the object's
         return (_new if function is copyreg.__newobj__ else function, args, *rest)  # type: ignore[attr-defined]
+
+
+def plain_class(module: nn.Module) -> type[nn.Module]:
+    """The class that the user has given ``module``."""
+    return type(module).__mro__[2] if isinstance(module, _Switched) else type(module)
 
 
 def _new(cls: type, *args: Any) -> Any:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointFunction
 
 from lightning_pp.partition import tree
+from lightning_pp.partition.alike import Alike, Answer, Answers
 from lightning_pp.partition.calls import CONSTANTS, TimeCall
 from lightning_pp.partition.calls import Argument as Argument
 from lightning_pp.partition.calls import Call as Call
@@ -48,6 +49,7 @@ def trace_step(
     twice: bool = False,
     time_call: TimeCall | None = None,
     measured: bool = True,
+    alike: Alike | None = None,
 ) -> Trace:
     """Trace ``step``; nothing that it does to the model, the batch or a random state remains.
 
@@ -58,12 +60,14 @@ def trace_step(
         device: Where the layers will run.
         twice: Run a second time, to find values of layers that one step keeps for the next.
         time_call: ``(layer, args, kwargs, device) -> seconds``, asked once for each call.
-        measured: Count operations and saved bytes of the calls; else they are 0.
+        measured: Count operations and saved bytes of the calls, and run all layers; else they are 0.
+        alike: What earlier traces of the step have shown of its layers; learns from this one. None runs all layers.
 
     Raises:
         TraceError: The step cannot be cut.
     """
-    tracer = _Tracer(model, board, device)
+    answers = None if alike is None else Answers(alike, board.layers, may_take=not measured)
+    tracer = _Tracer(model, board, device, answers)
     with as_if_never(model, tracer.provenance), tracer.stand_ins():
         trace = tracer.run(step, time_call, measured)
         if twice:
@@ -82,13 +86,17 @@ class _Recording:
 class _Tracer:
     """Runs a step with itself as the answer to every layer call."""
 
-    def __init__(self, model: nn.Module, board: Switchboard, device: torch.device) -> None:
+    def __init__(
+        self, model: nn.Module, board: Switchboard, device: torch.device, answers: Answers | None = None
+    ) -> None:
         self.model = model
         self.board = board
         self.device = device
         self.provenance = Provenance()
         self._inference = Inference(model, device, self.provenance)
+        self._answers = answers
         self._time_call: TimeCall | None = None
+        self._not_run: dict[int, str] = {}
         self._calls: list[_Recording] = []
         self._given: list[list[Tensor]] = []
         self._kept: dict[int, str] = {}
@@ -99,6 +107,8 @@ class _Tracer:
     def run(self, step: Callable[[], Any], time_call: TimeCall | None = None, measured: bool = False) -> Trace:
         self._calls, self._given, self._time_call = [], [], time_call
         self._inference.is_measuring = measured
+        if self._answers is not None:
+            self._answers.start()
         before = capture_python()
         with self.board.answered_by(self), self.provenance, self.provenance.seeing_conversions():
             try:
@@ -124,6 +134,7 @@ class _Tracer:
                 name for name, buffer in self.model.named_buffers() if outputs_of(self.provenance.of(buffer))
             ),
             returns_none=result is None or (isinstance(result, tuple) and bool(result) and result[0] is None),
+            not_run=self._not_run,
         )
 
     def run_again(self, step: Callable[[], Any], first: Trace) -> Trace:
@@ -155,15 +166,34 @@ class _Tracer:
         """Answer one layer call."""
         with self.provenance.paused(), self.board.answered_by(None):
             inputs = tree.leaves((args, kwargs))
-            inferred = self._inference(name, self.board.layers[name], args, kwargs)
-            tensors, structure = tree.flatten(inferred.result)
-            _refuse_objects(name, structure)
+            answer = self._answer(name, args, kwargs)
+            inferred, structure, tensors = answer.inferred, answer.structure, answer.tensors
             seconds = 0.0
             if self._time_call is not None:
                 layer = self._inference.real_copy(self.board.layers[name])
                 seconds = self._time_call(layer, args, kwargs, self.device)
             self._record(name, structure, tensors, inputs, inferred, seconds)
             return self._outputs(structure, tensors, inputs, inferred.written)
+
+    def _answer(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Answer:
+        answers = self._answers
+        if answers is None:
+            return self._inferred(name, args, kwargs)
+        asked = answers.asked(name, args, kwargs, self._inference.needs_gradient)
+        found = answers.find(asked)
+        if found is not None:
+            self._not_run[len(self._calls)] = found.layer
+            return found
+        with answers.watching(asked):
+            answer = self._inferred(name, args, kwargs)
+        answers.learn(asked, answer)
+        return answer
+
+    def _inferred(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Answer:
+        inferred = self._inference(name, self.board.layers[name], args, kwargs)
+        tensors, structure = tree.flatten(inferred.result)
+        _refuse_objects(name, structure)
+        return Answer(name, inferred, structure, tensors)
 
     def _record(
         self,

@@ -36,7 +36,7 @@ _ATOMS = frozenset({type(None), bool, int, float, str})
 @contextmanager
 def as_if_never(model: nn.Module, provenance: Provenance) -> Iterator[None]:
     """Restore the model's Python state, written tensors, and every random state afterwards."""
-    undo = [state_of(model), *(_flags(parameter) for parameter in model.parameters())]
+    undo = [State(model), *(_flags(parameter) for parameter in model.parameters())]
     with preserved():
         try:
             yield
@@ -46,15 +46,19 @@ def as_if_never(model: nn.Module, provenance: Provenance) -> Iterator[None]:
                 restore()
 
 
-def state_of(root: Any) -> Callable[[], None]:
-    """What gives everything that ``root`` holds the Python state back that it has now."""
-    undo = [restore for _, value in reachable(root) for restore in _restorers(value)]
+class State:
+    """The Python state of everything that ``root`` holds; called, gives it back."""
 
-    def restore_all() -> None:
-        for restore in undo:
+    def __init__(self, root: Any) -> None:
+        self._kept = [kept for _, value in reachable(root) for kept in _restorers(value)]
+
+    def __call__(self) -> None:
+        for restore in self._kept:
             restore()
 
-    return restore_all
+    def is_unchanged(self) -> bool:
+        """Whether everything still holds what it held; False where that is not known (of generators)."""
+        return all(isinstance(kept, _Content) and kept.is_there() for kept in self._kept)
 
 
 def kept_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
@@ -122,14 +126,14 @@ def _is_open(value: Any) -> bool:
 
 def _restorers(value: Any) -> Iterator[Callable[[], Any]]:
     if type(value) in _DICTS:
-        yield _refill(value)
+        yield _Content(value)
         return
     if type(value) in (Tensor, nn.Parameter):
         return
     if _is_open(value):
-        yield _refill(vars(value))
+        yield _Content(vars(value))
     if isinstance(value, _CONTAINERS):
-        yield _refill(value)
+        yield _Content(value)
     elif isinstance(value, torch.Generator):
         yield partial(value.set_state, value.get_state())
     elif isinstance(value, random.Random):
@@ -140,18 +144,30 @@ def _restorers(value: Any) -> Iterator[Callable[[], Any]]:
         yield partial(value.set_state, value.get_state())
 
 
-def _refill(container: Any) -> Callable[[], None]:
-    is_row = isinstance(container, (list, deque))
-    content = dict(container) if isinstance(container, dict) else list(container)
+class _Content:
+    """What a container holds now; called, fills it again."""
 
-    def refill() -> None:
-        container.clear()
-        if is_row:
-            container.extend(content)
+    __slots__ = ("_container", "_content")
+
+    def __init__(self, container: Any) -> None:
+        self._container = container
+        self._content = dict(container) if isinstance(container, dict) else list(container)
+
+    def __call__(self) -> None:
+        self._container.clear()
+        if isinstance(self._container, (list, deque)):
+            self._container.extend(self._content)
         else:
-            container.update(content)
+            self._container.update(self._content)
 
-    return refill
+    def is_there(self) -> bool:
+        """Whether the container still holds the same objects."""
+        now, before = self._container, self._content
+        if len(now) != len(before):
+            return False
+        if isinstance(before, dict):
+            return all(now.get(key, _Content) is item for key, item in before.items())
+        return all(one is other for one, other in zip(now, before, strict=True))
 
 
 def _flags(parameter: nn.Parameter) -> Callable[[], None]:

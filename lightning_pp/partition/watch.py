@@ -35,6 +35,7 @@ class LayerWatch(Watching):
         written: Keys of the storages it wrote into.
         sources: What real tensors that it was not given (such as another module's parameter) come from.
         resumes: The calls of this layer that have put something aside which it uses.
+        operators: What it ran, in order.
     """
 
     def __init__(
@@ -45,6 +46,8 @@ class LayerWatch(Watching):
         self.written: set[int] = set()
         self.sources: frozenset[Source] = NOTHING
         self.resumes: set[int] = set()
+        self.operators: list[Any] = []
+        self._reaches_out = False
         self._layer = layer
         self._provenance = provenance
         self._given = list(values)
@@ -57,9 +60,12 @@ class LayerWatch(Watching):
         if asks_for_device(func, args):
             return args[0].fake_device
         kwargs = kwargs or {}
+        self.operators.append(func)
         self.draws = self.draws or operators.draws_random(func, args, kwargs)
         targets = operators.written_arguments(func, args, kwargs)
         self.written.update(storage_key(tensor) for tensor in targets)
+        if operators.own_generator(func, args, kwargs) or not all(isinstance(item, FakeTensor) for item in targets):
+            self._reaches_out = True
         inputs = tensors_in(args)
         if kwargs:
             inputs += tensors_in([*kwargs.values()])
@@ -74,6 +80,11 @@ class LayerWatch(Watching):
     def has_made(self, tensor: Tensor) -> bool:
         """Whether the layer computed ``tensor`` from what it was given."""
         return storage_key(tensor) in self._values - self._given_keys
+
+    def is_quiet(self) -> bool:
+        """Whether it used and changed nothing but what it was given, its parameters, and what it made itself."""
+        owned = self._given_keys | self._buffer_keys
+        return not (self._reaches_out or self.sources or self.resumes) and self.written.isdisjoint(owned)
 
     def finish(self) -> None:
         """Remember what was made, in case it turns up outside of the layer."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_pp.partition.untouched import reachable, state_of
+from lightning_pp.partition.untouched import reachable, State
 
 __all__: list[str] = []
 
@@ -48,7 +48,7 @@ class _AsBefore:
         self.kept: object = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        put_back = state_of((args, kwargs))
+        put_back = State((args, kwargs))
         if self._first is None:
             self._first = put_back
             return self._compute(*args, **kwargs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 from lightning_pp.partition import plan as planning
+from lightning_pp.partition.alike import Alike
 from lightning_pp.partition.cost import call_costs, time_call
 from lightning_pp.partition.switch import Switchboard
 from lightning_pp.partition.trace import Trace, trace_step
@@ -106,6 +108,7 @@ class Planner:
         self._checkpointed = checkpointed
         self._held = planning.held_by_layers(model, board.layers)
         self._plans: dict[tuple[Any, ...], StepPlan] = {}
+        self._alike: defaultdict[str, Alike] = defaultdict(Alike)
         self.cut: Cut | None = None
         self.is_tracing = False
         self._num_stages = 0
@@ -124,7 +127,8 @@ class Planner:
         """
         timer = time_call if options.balance == "time" and options.split is None else None
         with self._tracing():
-            trace = trace_step(step, self._model, self._board, self._device, twice=True, time_call=timer)
+            alike = self._alike[name]
+            trace = trace_step(step, self._model, self._board, self._device, twice=True, time_call=timer, alike=alike)
         if trace.returns_none and name == "training_step":
             raise ValueError(
                 f"{type(self._model).__name__}.training_step must return the loss for the first batch, by which the"
@@ -160,7 +164,8 @@ class Planner:
         if found is None:
             assert self.cut is not None, "plan() before decide()"
             with self._tracing():
-                trace = trace_step(step, self._model, self._board, self._device, measured=False)
+                alike = self._alike[name]
+                trace = trace_step(step, self._model, self._board, self._device, measured=False, alike=alike)
             found = self._plans[key] = self._planned(name, trace)
         return found
 
@@ -175,6 +180,7 @@ class Planner:
     def forget(self) -> None:
         """Drop all plans, keeping the cut."""
         self._plans.clear()
+        self._alike.clear()
 
     def _planned(self, name: str, trace: Trace) -> StepPlan:
         assert self.cut is not None
