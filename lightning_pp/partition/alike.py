@@ -1,11 +1,12 @@
 """Layers that do the same: of those, a new shape runs one under fake tensors, and the others get its answer.
 
-Running all layers under fake tensors is most of what a plan takes, and a model of 48 blocks runs the same code 48 times.
-A layer gets the answer of another one where nothing that its code can see differs: the two consist of the same
+Running all layers under fake tensors is most of what a plan takes, and a model of 48 blocks runs one code 48 times. A
+layer gets the answer of another one where nothing that its code can see differs: the two consist of the same
 (:mod:`lightning_pp.partition.forms`), the other has not looked at plain attributes that differ
-(:mod:`lightning_pp.partition.reads`), both are given the same but for the values of tensors, and neither does anything
-that shows besides returning. And all of that is not taken on trust: in an earlier trace of the same step, in which
-both were run, both must have come to the same. Where in doubt a layer is run.
+(:mod:`lightning_pp.partition.reads`), both are given the same but for the values of tensors
+(:mod:`lightning_pp.partition.request`), and neither does anything that shows besides returning. None of that is taken
+on trust: in an earlier trace of the same step, in which both were run, both must have come to the same. Where in doubt
+a layer is run.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ class Form:
         return {place for place, value in self.plain.items() if not _is_same(value, other.plain[place])}
 
 
-class _NoForm(Exception):
+class _NoFormError(Exception):
     """A layer holds something that says too little about what it does."""
 
 
@@ -75,7 +75,7 @@ def forms_of(layers: Mapping[str, nn.Module]) -> dict[str, Form]:
             plain: dict[Place, Any] = {}
             try:
                 forms[name] = Form(_form(layer, "", plain, {}), plain)
-            except _NoForm:
+            except _NoFormError:
                 continue
     return forms
 
@@ -94,7 +94,7 @@ def _form(module: nn.Module, path: str, plain: dict[Place, Any], seen: dict[int,
     seen[id(module)] = len(seen)
     attributes = vars(module)
     if any(attributes[name] for name in _HOOKS) or not _is_open(type(module)):
-        raise _NoForm
+        raise _NoFormError
     entries: list[object] = []
     for name, value in attributes.items():
         if type(value) in PLAIN:
@@ -123,7 +123,7 @@ def _is_open(cls: type) -> bool:
 
 def _tensor(tensor: Tensor, seen: dict[int, int]) -> object:
     if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided:
-        raise _NoForm
+        raise _NoFormError
     number = seen.setdefault(id(tensor), len(seen))
     return number, type(tensor), tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad
 

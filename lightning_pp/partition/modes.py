@@ -50,6 +50,6 @@ def is_watched() -> bool:
     """Whether modes of the user's, or hooks on all modules, see what a layer does."""
     return (
         _python_dispatch._get_current_dispatch_mode() is not None
-        or overrides._get_current_function_mode() is not None
-        or _modules._has_any_global_hook()
+        or overrides._get_current_function_mode() is not None  # type: ignore[no-untyped-call]
+        or _modules._has_any_global_hook()  # type: ignore[no-untyped-call]
     )

@@ -16,7 +16,7 @@ from lightning_pp.partition.tree import Slot
 __all__: list[str] = []
 
 
-class _Unknown(Exception):
+class _UnknownError(Exception):
     """Something that cannot be compared."""
 
 
@@ -37,7 +37,7 @@ def request_key(args: tuple[Any, ...], kwargs: dict[str, Any], needs_gradient: C
 
     def tensor_key(tensor: Tensor) -> object:
         if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided:
-            raise _Unknown
+            raise _UnknownError
         # which arguments are one tensor, and which share memory
         same = numbers.setdefault(("tensor", id(tensor)), len(numbers))
         shared = numbers.setdefault(("storage", storage_key(tensor)), len(numbers))
@@ -47,7 +47,7 @@ def request_key(args: tuple[Any, ...], kwargs: dict[str, Any], needs_gradient: C
 
     try:
         return _surroundings(), _key((args, kwargs), tensor_key)
-    except _Unknown:
+    except _UnknownError:
         return None
 
 
@@ -61,7 +61,7 @@ def _key(value: Any, tensor_key: Callable[[Tensor], object]) -> object:
         return kind, tuple([(_key(key, tensor_key), _key(item, tensor_key)) for key, item in value.items()])
     if isinstance(value, CONSTANTS) and not isinstance(value, Slot):
         return kind, value
-    raise _Unknown
+    raise _UnknownError
 
 
 def _surroundings() -> object:

@@ -72,7 +72,7 @@ class Switchboard:
         """Give every layer its own class back."""
         for layer in self.layers.values():
             if isinstance(layer, _Switched):
-                layer.__class__ = plain_class(layer)
+                layer.__class__ = type(layer).__mro__[2]
                 object.__delattr__(layer, _ATTRIBUTE)
 
     @contextmanager
@@ -117,7 +117,8 @@ class _Switched:
 
 def plain_class(module: nn.Module) -> type[nn.Module]:
     """The class that the user has given ``module``."""
-    return type(module).__mro__[2] if isinstance(module, _Switched) else type(module)
+    cls: type[nn.Module] = type(module)
+    return cls.__mro__[2] if issubclass(cls, _Switched) else cls
 
 
 def _new(cls: type, *args: Any) -> Any:

@@ -24,6 +24,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from lightning_pp.partition import tree
 from lightning_pp.partition.alike import Alike, Answer, Answers
+from lightning_pp.partition.both import merged, refuse_other_calls
 from lightning_pp.partition.calls import CONSTANTS, TimeCall
 from lightning_pp.partition.calls import Argument as Argument
 from lightning_pp.partition.calls import Call as Call
@@ -146,21 +147,12 @@ class _Tracer:
         self._kept = kept_names(self.model)
         origins = self.provenance.next_run()
         second = self.run(step)
-        _refuse_other_calls(first, second)
+        refuse_other_calls(first, second)
         for recording in self._calls:
             for key in kept_of(recording.sources):
                 raise TraceError(self._stale(key, f"layer {recording.call.layer!r} of the next"))
-        stale = kept_of(self.provenance.tail)
-        return replace(
-            second,
-            calls=tuple(_merged(one, two) for one, two in zip(first.calls, second.calls, strict=True)),
-            end_needs=first.end_needs.union(second.end_needs, *(origins[key] for key in stale)),
-            end_parameters=first.end_parameters | second.end_parameters,
-            touched=first.touched | second.touched,
-            draws=first.draws or second.draws,
-            draws_python=first.draws_python or second.draws_python,
-            updated=first.updated | second.updated,
-        )
+        kept = kept_of(self.provenance.tail)
+        return merged(first, second, frozenset().union(*(origins[key] for key in kept)))
 
     def __call__(self, name: str, compute: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Answer one layer call."""
@@ -342,32 +334,3 @@ def _refuse_objects(name: str, structure: object) -> None:
                 " from one stage to another. Return tensors, None, numbers, strings or (nested) dicts, lists,"
                 " tuples and dataclasses of them, or register the class with torch.utils._pytree."
             )
-
-
-def _refuse_other_calls(first: Trace, second: Trace) -> None:
-    if [call.layer for call in first.calls] != [call.layer for call in second.calls]:
-        raise TraceError(
-            "The step calls other layers the second time it runs: first"
-            f" {[call.layer for call in first.calls]}, then {[call.layer for call in second.calls]}. The order of layer"
-            " calls is the order of the pipeline and has to stay the same. Where chance decides, call every layer and"
-            " let the layers themselves draw (and return what they were given)."
-        )
-    for one, two in zip(first.calls, second.calls, strict=True):
-        if len(one.leaves) != len(two.leaves):
-            raise TraceError(
-                f"Layer {one.layer!r} returns {len(one.leaves)} tensors the first time the step runs, and then"
-                f" {len(two.leaves)}. What layers return has to stay the same."
-            )
-
-
-def _merged(one: Call, two: Call) -> Call:
-    leaves = tuple(replace(a, written=a.written or b.written) for a, b in zip(one.leaves, two.leaves, strict=True))
-    return replace(
-        one,
-        leaves=leaves,
-        needs=one.needs | two.needs,
-        parameters=one.parameters | two.parameters,
-        draws=one.draws or two.draws,
-        resumes=one.resumes | two.resumes,
-        inner=one.inner | two.inner,
-    )

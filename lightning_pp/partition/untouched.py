@@ -36,7 +36,7 @@ _ATOMS = frozenset({type(None), bool, int, float, str})
 @contextmanager
 def as_if_never(model: nn.Module, provenance: Provenance) -> Iterator[None]:
     """Restore the model's Python state, written tensors, and every random state afterwards."""
-    undo = [State(model), *(_flags(parameter) for parameter in model.parameters())]
+    undo: list[Callable[[], None]] = [State(model), *(_flags(parameter) for parameter in model.parameters())]
     with preserved():
         try:
             yield

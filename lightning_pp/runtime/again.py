@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_pp.partition.untouched import reachable, State
+from lightning_pp.partition.untouched import State, reachable
 
 __all__: list[str] = []
 

@@ -58,6 +58,9 @@ class Layout:
         checkpointed: Names of layers whose activations are recomputed in the backward pass.
         absent: ``(dict, key)`` of parameters and buffers that glue touches and this process does not hold.
         trains: Whether the step computes gradients.
+
+    Attributes:
+        make_frame: What answers the layer calls of the next run; None for the ordinary frame.
     """
 
     def __init__(
@@ -70,6 +73,7 @@ class Layout:
         trains: bool = False,
     ) -> None:
         self.trains = trains
+        self.make_frame: Callable[[Layout, Any, list[Tensor]], Any] | None = None
         self.stand_ins = [(held, key, stand_in_for(held[key], device)) for held, key in absent]
         self.drawing = frozenset(call.layer for call in trace.calls if call.draws)
         self.own = frozenset(call.layer for call in trace.calls[segment.start : segment.stop])

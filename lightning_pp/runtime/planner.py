@@ -19,6 +19,7 @@ from lightning_pp.partition.switch import Switchboard
 from lightning_pp.partition.trace import Trace, trace_step
 from lightning_pp.runtime.job import SignaturePlan
 from lightning_pp.runtime.layout import Layout
+from lightning_pp.runtime.unseen import compare_first
 
 __all__: list[str] = []
 
@@ -202,6 +203,8 @@ class Planner:
             stage: Layout(trace, parts[stage], self._device, self._checkpointed, absent, torch.is_grad_enabled())
             for stage in self._stages
         }
+        for layout in layouts.values():
+            compare_first(layout, trace.not_run)
         return StepPlan(trace, bounds, SignaturePlan(layouts))
 
     def _bounds(self, trace: Trace, options: CutOptions) -> tuple[int, ...]:

@@ -164,7 +164,7 @@ class Stage:
             What the step returned (None unless this stage reached the end), and the tensors to hand on.
         """
         board = self._board
-        self.frame = frame = Frame(layout, board, received)
+        self.frame = frame = (layout.make_frame or Frame)(layout, board, received)
         result = None
         if not layout.is_idle:
             absent = layout.stand_in() if layout.stand_ins else ()
