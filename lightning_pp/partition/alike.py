@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from lightning_pp.partition.forms import Form, Place, forms_of
 from lightning_pp.partition.infer import Inferred
 from lightning_pp.partition.random_state import capture_python
-from lightning_pp.partition.reads import noted_reads, same_values
+from lightning_pp.partition.reads import noted_reads
 from lightning_pp.partition.request import is_known, request_key
 
 __all__: list[str] = []
@@ -170,7 +170,7 @@ class Answers:
         """The calls made so far that differ from this one in nothing that has mattered to them."""
         for other, answer in self._known.get(asked.key, ()):
             is_trusted = self._alike.kinds[other.layer] is not None
-            if is_trusted and same_values(other.form.plain, asked.form.plain, other.reads):
+            if is_trusted and other.form.is_same(asked.form, other.reads):
                 yield other, answer
 
 

@@ -8,20 +8,19 @@ same with the same arguments, unless they look at plain attributes that differ (
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedTensorMixin
 
 from lightning_pp.partition.switch import Switch, plain_class
 
 __all__: list[str] = []
 
-#: the kinds of attribute that may differ between layers of one form
-PLAIN = frozenset({type(None), bool, int, float, str})
-
+_PLAIN = frozenset({type(None), bool, int, float, str, torch.dtype, torch.device, torch.Size})
 _HOOKS = frozenset({"_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"})
 _KNOWN = frozenset({"_parameters", "_buffers", "_modules", *_HOOKS})
 #: what has no part in a call
@@ -36,7 +35,7 @@ _IDLE = frozenset(
         "_forward_pre_hooks_with_kwargs",
     }
 )
-_CONTAINERS = (list, tuple, set, frozenset, dict)
+_CONTAINERS = frozenset({list, tuple, set, frozenset, dict})
 #: entries of longer containers, and of containers deeper than this, are not compared
 _LONG, _DEEP = 100, 4
 
@@ -50,19 +49,27 @@ class Form:
 
     Attributes:
         key: Equal for layers of one form.
-        plain: The values of its plain attributes.
+        plain: Its plain attributes (numbers, strings, and containers of such): equal where the values are.
     """
 
     key: object
-    plain: Mapping[Place, Any]
+    plain: Mapping[Place, object]
 
-    def differs(self, other: Form) -> set[Place]:
+    def differs(self, other: Form) -> frozenset[Place]:
         """Where plain attributes have other values in a layer of the same form."""
-        return {place for place, value in self.plain.items() if not _is_same(value, other.plain[place])}
+        return frozenset(place for place, value in self.plain.items() if value != other.plain[place])
+
+    def is_same(self, other: Form, places: Iterable[Place]) -> bool:
+        """Whether a layer of the same form has the same values at ``places``."""
+        return all(self.plain[place] == other.plain[place] for place in places)
 
 
 class _NoFormError(Exception):
     """A layer holds something that says too little about what it does."""
+
+
+class _NoValueError(Exception):
+    """Something is no plain value."""
 
 
 def forms_of(layers: Mapping[str, nn.Module]) -> dict[str, Form]:
@@ -72,7 +79,7 @@ def forms_of(layers: Mapping[str, nn.Module]) -> dict[str, Form]:
     forms = {}
     for name, layer in layers.items():
         if shared.isdisjoint(id(held) for held in _held(layer)):
-            plain: dict[Place, Any] = {}
+            plain: dict[Place, object] = {}
             try:
                 forms[name] = Form(_form(layer, "", plain, {}), plain)
             except _NoFormError:
@@ -87,7 +94,7 @@ def _held(layer: nn.Module) -> Iterator[nn.Module | Tensor]:
             yield from (tensor for tensor in held.values() if tensor is not None)
 
 
-def _form(module: nn.Module, path: str, plain: dict[Place, Any], seen: dict[int, int]) -> object:
+def _form(module: nn.Module, path: str, plain: dict[Place, object], seen: dict[int, int]) -> object:
     """The form of ``module``, whose plain attributes are added to ``plain``."""
     if id(module) in seen:
         return seen[id(module)]
@@ -97,11 +104,13 @@ def _form(module: nn.Module, path: str, plain: dict[Place, Any], seen: dict[int,
         raise _NoFormError
     entries: list[object] = []
     for name, value in attributes.items():
-        if type(value) in PLAIN:
-            plain[path, name] = value
+        if name in _KNOWN or name in _IDLE or type(value) is Switch:
+            continue
+        try:
+            plain[path, name] = _value(value, 0)
             entries.append(name)
-        elif name not in _KNOWN and name not in _IDLE and type(value) is not Switch:
-            entries.append((name, value_key(value)))
+        except _NoValueError:  # any other object has to be the very same one
+            entries.append((name, id(value)))
     tensors = tuple(
         (key, None if tensor is None else _tensor(tensor, seen))
         for held in (module._parameters, module._buffers)
@@ -122,24 +131,22 @@ def _is_open(cls: type) -> bool:
 
 
 def _tensor(tensor: Tensor, seen: dict[int, int]) -> object:
-    if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided:
+    is_plain = tensor.is_meta or type(tensor) in (Tensor, nn.Parameter)  # what is on meta, code never sees
+    if not is_plain or isinstance(tensor, UninitializedTensorMixin) or tensor.layout is not torch.strided:
         raise _NoFormError
     number = seen.setdefault(id(tensor), len(seen))
-    return number, type(tensor), tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad
+    is_parameter = isinstance(tensor, nn.Parameter)
+    return number, is_parameter, tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad
 
 
-def value_key(value: Any, depth: int = 0) -> object:
-    """Equal for plain values that are equal, and containers of such; for anything else only where it is the same."""
+def _value(value: Any, depth: int) -> object:
+    """Equal for plain values that are equal, of the same type, and containers of such."""
     kind = type(value)
-    if kind in PLAIN:
+    if kind in _PLAIN:
         return kind, value
-    if kind in _CONTAINERS and len(value) <= _LONG and depth < _DEEP:
-        if kind is dict:
-            return kind, tuple((value_key(key), value_key(item, depth + 1)) for key, item in value.items())
-        items = (value_key(item, depth + 1) for item in value)
-        return kind, tuple(items) if kind in (list, tuple) else frozenset(items)
-    return "is", id(value)
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    return type(one) is type(other) and bool(one == other)
+    if kind not in _CONTAINERS or len(value) > _LONG or depth > _DEEP:
+        raise _NoValueError
+    if kind is dict:
+        return kind, tuple([(_value(key, depth), _value(item, depth + 1)) for key, item in value.items()])
+    items = [_value(item, depth + 1) for item in value]
+    return kind, frozenset(items) if kind in (set, frozenset) else tuple(items)

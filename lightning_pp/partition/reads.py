@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -69,8 +69,3 @@ def _paths(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]
     for name, child in module._modules.items():
         if child is not None:
             yield from _paths(child, f"{path}.{name}")
-
-
-def same_values(one: Mapping[Place, Any], other: Mapping[Place, Any], places: set[Place]) -> bool:
-    """Whether two layers of one form have the same values at ``places``."""
-    return all(type(one[place]) is type(other[place]) and one[place] == other[place] for place in places)
