@@ -11,16 +11,16 @@ a layer is run.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_pp.partition.forms import Form, Place, forms_of
-from lightning_pp.partition.infer import Inferred
+from lightning_pp.partition.calls import TraceError
+from lightning_pp.partition.forms import Form, Place, form_of, forms_of
+from lightning_pp.partition.infer import Inference, Inferred
 from lightning_pp.partition.random_state import capture_python
 from lightning_pp.partition.reads import noted_reads
 from lightning_pp.partition.request import is_known, request_key
@@ -103,29 +103,41 @@ class Answers:
     Args:
         alike: What is known from earlier ones; learns from this one.
         layers: All layers, with their parameters as they are outside of a trace.
+        inference: Of the trace.
         may_take: Whether layers are to get answers of others; else all are run, and compared.
     """
 
-    def __init__(self, alike: Alike, layers: Mapping[str, nn.Module], may_take: bool) -> None:
+    def __init__(
+        self, alike: Alike, layers: Mapping[str, nn.Module], inference: Inference, may_take: bool = False
+    ) -> None:
         self._alike = alike
+        self._inference = inference
         self._layers = layers
         self._may_take = may_take
         self._forms = forms_of(layers)
         self._differing = _differing(self._forms.values())
         self._known: dict[object, list[tuple[Asked, Answer]]] = {}
-        self._called: Counter[str] = Counter()
+        self._called: set[str] = set()
+        self._answered: set[str] = set()
 
-    def asked(
-        self, layer: str, args: tuple[Any, ...], kwargs: dict[str, Any], needs_gradient: Callable[[Tensor], bool]
-    ) -> Asked | None:
-        """The call of ``layer`` that comes now; None where it cannot be like another."""
-        self._called[layer] += 1
-        if self._called[layer] > 1:
+    def asked(self, layer: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Asked | None:
+        """The call of ``layer`` that comes now; None where it cannot be like another.
+
+        Raises:
+            TraceError: The layer was called before and not run, so that nobody knows what it has left for this call.
+        """
+        if layer in self._answered:
             self._alike.kinds[layer] = None
+            raise TraceError(f"Layer {layer!r} is called a second time, and the first time it was not run.")
+        if layer in self._called:
+            self._alike.kinds[layer] = None
+        self._called.add(layer)
         form = self._forms.get(layer)
         if form is None or form.key not in self._differing or self._alike.kinds.get(layer, layer) is None:
             return None
-        request = request_key(args, kwargs, needs_gradient)
+        if form_of(self._layers[layer], self._inference.origin) != form:
+            return None  # the step has changed it
+        request = request_key(args, kwargs, self._inference.needs_gradient)
         return None if request is None else Asked(layer, form, (form.key, request))
 
     def find(self, asked: Asked | None) -> Answer | None:
@@ -133,12 +145,19 @@ class Answers:
         if asked is None or not self._may_take or self._alike.kinds.get(asked.layer) is None:
             return None
         kind = self._alike.kinds[asked.layer]
-        return next((answer for other, answer in self._like(asked) if self._alike.kinds[other.layer] == kind), None)
+        for other, answer in self._like(asked):
+            if (
+                self._alike.kinds[other.layer] == kind and answer.inferred.is_pure()
+            ):  # still: what both hold is as it was
+                self._answered.add(asked.layer)
+                return answer
+        return None
 
     def start(self) -> None:
         """Say that the step begins."""
         self._known.clear()
         self._called.clear()
+        self._answered.clear()
 
     @contextmanager
     def watching(self, asked: Asked | None) -> Iterator[None]:
@@ -153,13 +172,19 @@ class Answers:
         asked.is_calm = before == capture_python()
 
     def learn(self, asked: Asked | None, answer: Answer) -> None:
-        """Compare what a layer that was run has come to with those like it, and keep it for those that come."""
+        """Compare what a layer that was run has come to with those like it, and keep it for those that come.
+
+        Raises:
+            TraceError: It has come to something else, so that answers given before may be wrong.
+        """
         if asked is None or not asked.is_calm or not answer.inferred.is_pure() or not is_known(answer.structure):
             return
         likes = list(self._like(asked))
         for other, known in likes:
             if not known.is_same(answer):  # nothing that can be seen says why, so that none of them can be trusted
                 self._alike.distrust(asked.layer, other.layer)
+                if self._answered:
+                    raise TraceError(f"Layer {asked.layer!r} has done something else than {other.layer!r}.")
                 return
         kind = self._alike.kinds[likes[0][0].layer] if likes else None
         self._alike.join(asked.layer, kind or asked.layer)

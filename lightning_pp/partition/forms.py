@@ -7,16 +7,18 @@ same with the same arguments, unless they look at plain attributes that differ (
 
 from __future__ import annotations
 
+import types
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedTensorMixin
 
 from lightning_pp.partition.switch import Switch, plain_class
+from lightning_pp.partition.untouched import is_open
 
 __all__: list[str] = []
 
@@ -35,6 +37,7 @@ _IDLE = frozenset(
         "_forward_pre_hooks_with_kwargs",
     }
 )
+_FIXED = (Tensor, type, types.FunctionType, types.BuiltinFunctionType, types.MethodType, partial)
 _CONTAINERS = frozenset({list, tuple, set, frozenset, dict})
 #: entries of longer containers, and of containers deeper than this, are not compared
 _LONG, _DEEP = 100, 4
@@ -78,13 +81,28 @@ def forms_of(layers: Mapping[str, nn.Module]) -> dict[str, Form]:
     shared = {held for held, number in owners.items() if number > 1}
     forms = {}
     for name, layer in layers.items():
-        if shared.isdisjoint(id(held) for held in _held(layer)):
-            plain: dict[Place, object] = {}
-            try:
-                forms[name] = Form(_form(layer, "", plain, {}), plain)
-            except _NoFormError:
-                continue
+        form = form_of(layer) if shared.isdisjoint(id(held) for held in _held(layer)) else None
+        if form is not None:
+            forms[name] = form
     return forms
+
+
+def form_of(layer: nn.Module, origin: Callable[[Tensor], Tensor] | None = None) -> Form | None:
+    """The form of one layer; None where it holds something special.
+
+    Args:
+        layer: The layer.
+        origin: Gives the tensor that another one stands for.
+    """
+    plain: dict[Place, object] = {}
+    try:
+        return Form(_Reader(plain, origin or _itself).form(layer, ""), plain)
+    except _NoFormError:
+        return None
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def _held(layer: nn.Module) -> Iterator[nn.Module | Tensor]:
@@ -94,49 +112,69 @@ def _held(layer: nn.Module) -> Iterator[nn.Module | Tensor]:
             yield from (tensor for tensor in held.values() if tensor is not None)
 
 
-def _form(module: nn.Module, path: str, plain: dict[Place, object], seen: dict[int, int]) -> object:
-    """The form of ``module``, whose plain attributes are added to ``plain``."""
-    if id(module) in seen:
-        return seen[id(module)]
-    seen[id(module)] = len(seen)
-    attributes = vars(module)
-    if any(attributes[name] for name in _HOOKS) or not _is_open(type(module)):
-        raise _NoFormError
-    entries: list[object] = []
-    for name, value in attributes.items():
-        if name in _KNOWN or name in _IDLE or type(value) is Switch:
-            continue
-        try:
-            plain[path, name] = _value(value, 0)
-            entries.append(name)
-        except _NoValueError:  # any other object has to be the very same one
-            entries.append((name, id(value)))
-    tensors = tuple(
-        (key, None if tensor is None else _tensor(tensor, seen))
-        for held in (module._parameters, module._buffers)
-        for key, tensor in held.items()
-    )
-    inside = tuple(
-        (name, None if child is None else _form(child, f"{path}.{name}", plain, seen))
-        for name, child in module._modules.items()
-    )
-    return plain_class(module), len(module._parameters), frozenset(entries), tensors, inside
+class _Reader:
+    """Reads one layer; adds its plain attributes to ``plain``."""
+
+    def __init__(self, plain: dict[Place, object], origin: Callable[[Tensor], Tensor]) -> None:
+        self._plain = plain
+        self._origin = origin
+        self._seen: dict[int, int] = {}
+
+    def form(self, module: nn.Module, path: str) -> object:
+        """The key of ``module``."""
+        seen = self._seen
+        if id(module) in seen:
+            return seen[id(module)]
+        seen[id(module)] = len(seen)
+        attributes = vars(module)
+        if any(attributes[name] for name in _HOOKS) or not _holds_all(type(module)):
+            raise _NoFormError
+        entries: list[object] = []
+        for name, value in attributes.items():
+            if name in _KNOWN or name in _IDLE or type(value) is Switch:
+                continue
+            try:
+                self._plain[path, name] = _value(value, 0)
+                entries.append(name)
+            except _NoValueError:  # any other object has to be the very same one
+                if not _is_known(value):
+                    raise _NoFormError from None
+                entries.append((name, id(value)))
+        held = [*module._parameters.items(), None, *module._buffers.items()]
+        tensors = tuple([None if entry is None else (entry[0], self._tensor(entry[1])) for entry in held])
+        children = module._modules.items()
+        inside = tuple(
+            [(name, None if child is None else self.form(child, f"{path}.{name}")) for name, child in children]
+        )
+        return plain_class(module), frozenset(entries), tensors, inside
+
+    def _child(self, module: nn.Module | None, path: str) -> object:
+        return None if module is None else self.form(module, path)
+
+    def _tensor(self, tensor: Tensor | None) -> object:
+        if tensor is None:
+            return None
+        tensor = self._origin(tensor)
+        if not (tensor.is_meta or type(tensor) in (Tensor, nn.Parameter)):  # what is on meta, code never sees
+            raise _NoFormError
+        is_lazy = isinstance(tensor, (nn.UninitializedParameter, nn.UninitializedBuffer))
+        if is_lazy or tensor.layout is not torch.strided:
+            raise _NoFormError
+        number = self._seen.setdefault(id(tensor), len(self._seen))
+        is_parameter = isinstance(tensor, nn.Parameter)
+        return number, is_parameter, tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad
 
 
-def _is_open(cls: type) -> bool:
+def _is_known(value: Any) -> bool:
+    """Whether :class:`lightning_pp.partition.untouched.State` would see a change of an object, if it can change."""
+    return isinstance(value, (*_CONTAINERS, *_FIXED)) or is_open(value)
+
+
+def _holds_all(cls: type) -> bool:
     """Whether all that an instance knows lies in its ``__dict__``."""
     if issubclass(cls, torch.jit.ScriptModule):
         return False
     return not any(vars(base).get("__slots__") for base in cls.__mro__)
-
-
-def _tensor(tensor: Tensor, seen: dict[int, int]) -> object:
-    is_plain = tensor.is_meta or type(tensor) in (Tensor, nn.Parameter)  # what is on meta, code never sees
-    if not is_plain or isinstance(tensor, UninitializedTensorMixin) or tensor.layout is not torch.strided:
-        raise _NoFormError
-    number = seen.setdefault(id(tensor), len(seen))
-    is_parameter = isinstance(tensor, nn.Parameter)
-    return number, is_parameter, tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad
 
 
 def _value(value: Any, depth: int) -> object:

@@ -100,6 +100,7 @@ class Inference:
         self._provenance = provenance
         self._fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._fakes: dict[int, Tensor] = {}
+        self._origins: dict[int, Tensor] = {}
         self._fill = torch.Generator(device).manual_seed(0)
         self._undo: list[Callable[[], None]] = []
         self._differentiable: set[tuple[int, int]] = set()
@@ -132,8 +133,11 @@ class Inference:
 
     def register(self, stand_in: Tensor, tensor: Tensor) -> None:
         """Say that ``stand_in`` stands for parameter or buffer ``tensor``, which is somewhere else."""
-        with self._fake_mode:
-            self._fakes[id(stand_in)] = self._fake_parameter(tensor)
+        self._origins[id(stand_in)] = tensor
+
+    def origin(self, tensor: Tensor) -> Tensor:
+        """The parameter or buffer that ``tensor`` stands for, if it does for one."""
+        return self._origins.get(id(tensor), tensor)
 
     def undo_changes(self) -> None:
         """Give containers that layers have changed their old content back."""
@@ -277,12 +281,13 @@ class Inference:
 
     def _fake_parameter(self, tensor: Tensor) -> Tensor:
         if id(tensor) not in self._fakes:
+            origin = self.origin(tensor)
             self._fakes[id(tensor)] = torch.empty_strided(
-                tensor.size(),
-                tensor.stride(),
-                dtype=tensor.dtype,
+                origin.size(),
+                origin.stride(),
+                dtype=origin.dtype,
                 device=self._device,
-                requires_grad=tensor.requires_grad,
+                requires_grad=origin.requires_grad,
             )
         return self._fakes[id(tensor)]
 

@@ -58,8 +58,12 @@ def noted_reads(layer: nn.Module, places: frozenset[Place]) -> Iterator[set[Plac
         noted.setdefault((type(module), name), _Noted(name, read)).watched[id(module)] = path
     with ExitStack() as stack:
         for (cls, name), descriptor in noted.items():
-            setattr(cls, name, descriptor)
-            stack.callback(delattr, cls, name)
+            try:
+                setattr(cls, name, descriptor)
+            except (AttributeError, TypeError):  # a metaclass that refuses
+                read.update((path, name) for path in descriptor.watched.values())
+            else:
+                stack.callback(delattr, cls, name)
         yield read
 
 

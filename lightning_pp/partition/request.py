@@ -66,8 +66,7 @@ def _key(value: Any, tensor_key: Callable[[Tensor], object]) -> object:
 
 def _surroundings() -> object:
     """What code may ask torch for."""
-    kinds = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
-    casts = tuple((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds)
+    casts = tuple((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda"))
     return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype(), casts
 
 

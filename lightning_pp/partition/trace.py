@@ -67,13 +67,20 @@ def trace_step(
     Raises:
         TraceError: The step cannot be cut.
     """
-    answers = None if alike is None else Answers(alike, board.layers, may_take=not measured)
-    tracer = _Tracer(model, board, device, answers)
-    with as_if_never(model, tracer.provenance), tracer.stand_ins():
+    may_take = not (measured or twice or alike is None)
+    try:
+        return _traced(step, _Tracer(model, board, device, alike, may_take), twice, time_call, measured)
+    except TraceError:
+        if not may_take:
+            raise
+    # with all layers run, to be sure of it and to give the true reason
+    return _traced(step, _Tracer(model, board, device, alike), twice, time_call, measured)
+
+
+def _traced(step: Callable[[], Any], tracer: _Tracer, twice: bool, time_call: TimeCall | None, measured: bool) -> Trace:
+    with as_if_never(tracer.model, tracer.provenance), tracer.stand_ins():
         trace = tracer.run(step, time_call, measured)
-        if twice:
-            trace = tracer.run_again(step, trace)
-    return trace
+        return tracer.run_again(step, trace) if twice else trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,14 +95,19 @@ class _Tracer:
     """Runs a step with itself as the answer to every layer call."""
 
     def __init__(
-        self, model: nn.Module, board: Switchboard, device: torch.device, answers: Answers | None = None
+        self,
+        model: nn.Module,
+        board: Switchboard,
+        device: torch.device,
+        alike: Alike | None = None,
+        may_take: bool = False,
     ) -> None:
         self.model = model
         self.board = board
         self.device = device
         self.provenance = Provenance()
         self._inference = Inference(model, device, self.provenance)
-        self._answers = answers
+        self._answers = None if alike is None else Answers(alike, board.layers, self._inference, may_take)
         self._time_call: TimeCall | None = None
         self._not_run: dict[int, str] = {}
         self._calls: list[_Recording] = []
@@ -171,7 +183,7 @@ class _Tracer:
         answers = self._answers
         if answers is None:
             return self._inferred(name, args, kwargs)
-        asked = answers.asked(name, args, kwargs, self._inference.needs_gradient)
+        asked = answers.asked(name, args, kwargs)
         found = answers.find(asked)
         if found is not None:
             self._not_run[len(self._calls)] = found.layer

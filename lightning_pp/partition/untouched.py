@@ -93,7 +93,7 @@ def reachable(root: Any) -> Iterator[tuple[str, Any]]:
 
 def is_store(value: Any) -> bool:
     """Whether this is an object of the user's own that knows of no module: a place to keep things, such as a cache."""
-    if not _is_open(value):
+    if not is_open(value):
         return False
     return not any(callable(held) and not isinstance(held, type) for _, held in reachable(value))
 
@@ -103,7 +103,7 @@ def _inside(path: str, value: Any) -> Iterator[tuple[str, Any]]:
         if len(value) <= _LONG:
             yield from [(path, item) for item in value.values()]
         return
-    if _is_open(value):
+    if is_open(value):
         for key, held in vars(value).items():
             if isinstance(value, nn.Module) and key in ("_parameters", "_buffers", "_modules"):
                 yield path, held
@@ -116,7 +116,7 @@ def _inside(path: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield from ((path, item) for item in value.values())
 
 
-def _is_open(value: Any) -> bool:
+def is_open(value: Any) -> bool:
     """Whether this is a module, or an object of the user's own."""
     if isinstance(value, nn.Module):
         return True
@@ -130,7 +130,7 @@ def _restorers(value: Any) -> Iterator[Callable[[], Any]]:
         return
     if type(value) in (Tensor, nn.Parameter):
         return
-    if _is_open(value):
+    if is_open(value):
         yield _Content(vars(value))
     if isinstance(value, _CONTAINERS):
         yield _Content(value)
