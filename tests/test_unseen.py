@@ -1,4 +1,4 @@
-"""Layers that are not run when a new shape is planned: results stay those of the plain run, and a wrong plan is loud."""
+"""Layers that are not run when a new shape is planned: results are those of the plain run, and a wrong plan is loud."""
 
 from typing import Any
 
