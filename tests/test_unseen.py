@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from tests.launch import Failed, try_ranks
-from tests.models import Block, UntiedGPT, generator
+from tests.models import MODELS, Block, UntiedGPT, generator
+from tests.replanned import replanned
 from tests.training import Table, assert_same, fit
 
 LENGTHS = (6, 4, 9, 6, 7, 5)
@@ -82,3 +83,16 @@ def test_a_wrong_plan_ends_all_ranks_and_says_what_to_do() -> None:
     assert "layer 'blocks.3' returned (2, 8, 12) torch.float64 where (2, 9, 12) torch.float64 was planned" in text
     assert "layer 'blocks.0'" in text or "layer 'blocks.1'" in text
     assert "Keep there what tells these two apart (a number given to __init__)" in text
+
+
+#: what cannot be planned outside of a Trainer, or not at all
+_OTHERS = {"BatchOnly", "BuiltLate", "Contrasting", "DemoLSTM", "LSTM"}
+
+
+@pytest.mark.parametrize("name", sorted(MODELS.keys() - _OTHERS))
+def test_a_new_shape_is_planned_as_if_all_layers_were_run(name: str) -> None:
+    torch.manual_seed(0)
+    module = MODELS[name]()
+    short, whole = replanned(module, next(iter(module.loader())))
+    assert short == whole
+    assert not whole.not_run
