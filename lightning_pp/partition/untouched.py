@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import sys
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -88,7 +88,7 @@ def reachable(root: Any) -> Iterator[tuple[str, Any]]:
             path = ".".join(filter(None, ("self", names[id(value)])))
         yield path, value
         if not isinstance(value, Tensor):
-            waiting += [entry for entry in _inside(path, value) if type(entry[1]) not in _ATOMS]
+            waiting += _inside(path, value)
 
 
 def is_store(value: Any) -> bool:
@@ -98,22 +98,29 @@ def is_store(value: Any) -> bool:
     return not any(callable(held) and not isinstance(held, type) for _, held in reachable(value))
 
 
-def _inside(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+def _inside(path: str, value: Any) -> list[tuple[str, Any]]:
     if type(value) in _DICTS:  # most of what there is: a module has a dozen of them, and this runs for every layer
-        if len(value) <= _LONG:
-            yield from [(path, item) for item in value.values()]
-        return
+        return _entries(path, value.values()) if len(value) <= _LONG else []
+    found: list[tuple[str, Any]] = []
     if is_open(value):
+        is_module = isinstance(value, nn.Module)
         for key, held in vars(value).items():
-            if isinstance(value, nn.Module) and key in ("_parameters", "_buffers", "_modules"):
-                yield path, held
-                yield from ((f"{path}.{name}", item) for name, item in held.items())
+            if type(held) in _ATOMS:
+                continue
+            if is_module and key in ("_parameters", "_buffers", "_modules"):
+                found.append((path, held))
+                found += [(f"{path}.{name}", item) for name, item in held.items()]
             else:
-                yield f"{path}.{key}", held
+                found.append((f"{path}.{key}", held))
     if isinstance(value, (list, tuple, set, frozenset, deque)) and len(value) <= _LONG:
-        yield from ((path, item) for item in value)
+        found += _entries(path, value)
     elif isinstance(value, Mapping) and len(value) <= _LONG:
-        yield from ((path, item) for item in value.values())
+        found += _entries(path, value.values())
+    return found
+
+
+def _entries(path: str, items: Iterable[Any]) -> list[tuple[str, Any]]:
+    return [(path, item) for item in items if type(item) not in _ATOMS]
 
 
 def is_open(value: Any) -> bool:
