@@ -9,6 +9,9 @@ from tests.zoo import libraries
 from tests.zoo.rows import ROWS
 from tests.zoo.running import in_double, make
 
+#: libraries warn of what they will change
+pytestmark = pytest.mark.filterwarnings("ignore")
+
 #: rows of which at least one layer has to be run less; others share weights, pass caches, or have too few layers
 LESS = {"llama right", "bert", "vit", "timm vit", "t5", "bart", "clip", "mamba", "lora reentrant", "gpt2 reentrant"}
 
