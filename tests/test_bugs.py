@@ -71,5 +71,5 @@ def fits(replicas: int) -> list[tuple[int, int]]:
 def test_runs_of_one_script_leave_nothing_behind(replicas: int) -> None:
     """Groups of replicas were made for each run anew, and torch keeps groups, their threads and sockets for ever."""
     for first, second, third in run_ranks(fits, 2 * replicas, replicas, timeout=90):
-        assert third[0] == second[0] <= first[0]
-        assert third[1] == second[1] <= first[1] + 2
+        assert third[0] <= second[0] <= first[0]
+        assert third[1] <= second[1] <= first[1] + 2

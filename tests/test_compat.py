@@ -19,11 +19,14 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.trainer.states import TrainerStatus
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.overrides import TorchFunctionMode
 from torch.utils._mode_utils import no_dispatch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from lightning_pp import compat
 from lightning_pp.optimization.precision import step_context
+from lightning_pp.partition import modes
 from lightning_pp.runtime import profiling
 from lightning_pp.runtime.reruns import running_checkpoints
 
@@ -290,3 +293,22 @@ def test_the_context_of_a_step_is_that_of_the_forward(name: str) -> None:
     with step_context(plugin)():
         assert plugin.entered == 2
     assert "with self.forward_context():" in inspect.getsource(getattr(Precision, name))
+
+
+def test_what_sees_all_that_a_layer_does() -> None:
+    """Hooks on all modules, and the user's modes: under them layers are run, not answered."""
+    assert not modes.is_watched()
+    hooks = torch.nn.modules.module
+    for register in (
+        hooks.register_module_forward_pre_hook,
+        hooks.register_module_forward_hook,
+        hooks.register_module_full_backward_pre_hook,
+        hooks.register_module_full_backward_hook,
+    ):
+        handle = register(lambda *_: None)
+        assert modes.is_watched()
+        handle.remove()
+    for mode in (TorchFunctionMode(), TorchDispatchMode()):
+        with mode:
+            assert modes.is_watched()
+    assert not modes.is_watched()

@@ -16,6 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 __all__: list[str] = []
 
 _DEVICE = torch.ops.prim.device.default
+#: where torch keeps hooks on all modules (older versions have no function that asks)
+_HOOKS = ("_global_forward_pre_hooks", "_global_forward_hooks", "_global_backward_pre_hooks", "_global_backward_hooks")
 
 
 class Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -51,5 +53,5 @@ def is_watched() -> bool:
     return (
         _python_dispatch._get_current_dispatch_mode() is not None
         or overrides._get_current_function_mode() is not None  # type: ignore[no-untyped-call]
-        or _modules._has_any_global_hook()  # type: ignore[no-untyped-call]
+        or any(vars(_modules).get(name) for name in _HOOKS)
     )
