@@ -148,9 +148,6 @@ class _Reader:
         )
         return plain_class(module), frozenset(entries), tensors, inside
 
-    def _child(self, module: nn.Module | None, path: str) -> object:
-        return None if module is None else self.form(module, path)
-
     def _tensor(self, tensor: Tensor | None) -> object:
         if tensor is None:
             return None
