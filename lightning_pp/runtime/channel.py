@@ -181,6 +181,10 @@ class Intake:
         for receiver in receivers:
             receiver.intake = self
 
+    def close(self) -> None:
+        """Let go of the receivers; what was counted stays."""
+        self._receivers = ()
+
     def post_ahead(self) -> None:
         """Let all post their next receives, as far as nothing has to be waited for."""
         for receiver in self._receivers:

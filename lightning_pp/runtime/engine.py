@@ -177,7 +177,7 @@ class Engine:
         self._programs.clear()
         self._senders.clear()
         self._receivers.clear()
-        self._intake = Intake(())
+        self._intake.close()
 
     def reset_peaks(self) -> None:
         """Start counting anew."""
