@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.launch import run_ranks
+from tests.launch import free_port, run_ranks
 from tests.program import MARK, ROOT, train
 
 PROGRAM = str(ROOT / "tests" / "program.py")
@@ -47,7 +47,10 @@ class Running:
 
 @contextlib.contextmanager
 def started(*commands: tuple[list[str], dict[str, str]], cwd: Path | None = None) -> Iterator[list[Running]]:
-    """Run commands side by side, each with its own additions to the environment; none outlives the block."""
+    """Run commands side by side, each with its own additions to the environment; none outlives the block.
+
+    Lightning takes any port for a script that is given none, and somebody else may be given it before it is used.
+    """
     token = f"LIGHTNING_PP_TEST={os.getpid()}-{time.monotonic_ns()}"
     clean = {key: value for key, value in os.environ.items() if not key.startswith(FOREIGN)}
     clean |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), clean.get("PYTHONPATH")]))}
@@ -57,10 +60,11 @@ def started(*commands: tuple[list[str], dict[str, str]], cwd: Path | None = None
         try:
             for number, (command, variables) in enumerate(commands):
                 path = Path(folder) / f"{number}.txt"
+                port = {} if any(name.startswith("SLURM_") for name in variables) else {"MASTER_PORT": str(free_port())}
                 with path.open("wb") as file:
                     process = subprocess.Popen(
                         command, stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
-                        env={**clean, **variables}, cwd=cwd or folder, start_new_session=True,
+                        env={**clean, **port, **variables}, cwd=cwd or folder, start_new_session=True,
                     )  # fmt: skip
                 running.append(Running(process, path))
             yield running

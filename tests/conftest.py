@@ -10,6 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.parallel import pytest_cmdline_main, pytest_collection_modifyitems, pytest_runtest_protocol
+
+__all__ = ["pytest_cmdline_main", "pytest_collection_modifyitems", "pytest_runtest_protocol"]
 SEED = 1234
 # Written by Lightning's own seed_everything: put back without a word.
 QUIETLY_RESTORED = {"PL_GLOBAL_SEED", "PL_SEED_WORKERS"}

@@ -7,9 +7,11 @@ failure.
 
 import contextlib
 import faulthandler
+import itertools
 import multiprocessing
 import os
 import pickle
+import random
 import socket
 import sys
 import time
@@ -21,6 +23,9 @@ from typing import Any
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["torch", "lightning.pytorch", "lightning_pp", "tests.preloaded"])
+#: whoever asks the system for any port, as Gloo does for each connection, gets one above these
+_PORTS = range(10_000, 30_000)
+_NEXT = itertools.count(random.SystemRandom().randrange(len(_PORTS)))  # other tests may run beside these
 
 
 @dataclass
@@ -31,10 +36,12 @@ class Failed:
 
 
 def free_port() -> int:
-    """A port that nothing listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port that nothing listens on, and that nobody is given by chance before it is used."""
+    while True:
+        port = _PORTS[next(_NEXT) % len(_PORTS)]
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def run_ranks(

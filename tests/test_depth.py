@@ -104,6 +104,7 @@ def _slow_link() -> tuple[str, int]:
     return strategy.pipeline.schedule, engine.in_flight_peak
 
 
+@pytest.mark.alone
 def test_a_slow_link_is_hidden_by_one_more_micro_batch_before_it() -> None:
     (name, first), (other, last) = run_ranks(_slow_link, 2)
     assert name == other == "1f1b+1,0"

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from tests.launch import Failed, run_ranks, try_ranks
+from tests.launch import Failed, free_port, run_ranks, try_ranks
 from tests.training import Outcome, fit
 
 LIMIT = 10.0
@@ -95,13 +95,14 @@ def run(script: Path, *arguments: str) -> tuple[int, str, float]:
     """Exit code, output, and seconds from the failure until all processes were gone."""
     output: list[str] = []
     failed_at = None
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     with subprocess.Popen(
         [sys.executable, str(script), *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))},
+        env={**os.environ, "PYTHONPATH": path, "MASTER_PORT": str(free_port())},
     ) as process:
         timer = threading.Timer(60, os.killpg, (process.pid, signal.SIGKILL))
         timer.start()

@@ -95,6 +95,7 @@ def quietest(outcome: Outcome) -> dict[str, float]:
     return min(kept, key=lambda values: values["pipeline/span_seconds"])
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("cls", [Sleepy, UnequalSleepy])
 def test_known_times_give_the_known_bubble(cls: type[Sleepy], tmp_path: Path) -> None:
     outcomes = run(cls, tmp_path, (CSVLogger, TensorBoardLogger) if HAS_TENSORBOARD else (CSVLogger,))
@@ -150,6 +151,7 @@ def check_hints(cls: type[Sleepy], outcomes: list[Outcome]) -> None:
     assert expected in outcomes[0].extra["hints"][0]
 
 
+@pytest.mark.alone
 def test_replicas_are_averaged_and_the_batch_that_steps_is_measured(tmp_path: Path) -> None:
     outcomes = run(UnequalReplicas, tmp_path, replicas=2, accumulate=2, every=1)
     values = quietest(outcomes[0])

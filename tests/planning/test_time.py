@@ -89,6 +89,7 @@ def plan(capsys: Any, model: str, batch: str, *args: str, link: tuple[str, ...] 
     return json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(("stages", "schedule"), [(2, "1f1b"), (3, "gpipe")])
 def test_the_bubble_is_that_of_a_run(capsys: Any, stages: int, schedule: str) -> None:
     sizes = ("--stages", str(stages), "--microbatches", str(MICROBATCHES), "--schedule", schedule)
@@ -121,6 +122,7 @@ def quietest(stages: int, schedule: str, calls: list[int]) -> dict[str, float]:
     return min(outcomes[0].extra["kept"], key=lambda values: values["pipeline/span_seconds"])
 
 
+@pytest.mark.alone
 def test_recomputing_takes_a_second_forward_and_messages_take_their_time(capsys: Any) -> None:
     sizes = ("--stages", "2", "--microbatches", "4", "--split", "net.3")
     (plain,) = plan(capsys, "SixSleepy", "[[8, 8], [8, 3]]", *sizes)["forecasts"]
