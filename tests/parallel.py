@@ -1,14 +1,16 @@
 """Runs a file of tests beside another, one for each core, where pytest-xdist is installed; ``-n0`` runs one by one.
 
 A file is never divided: what its tests share, such as the runs of a table, is made once. A test that is marked
-``alone`` measures seconds: while it runs, all other workers wait.
+``alone`` measures seconds, or its processes must be gone within some: while it runs, all other workers wait.
 """
 
 import fcntl
 import os
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -21,7 +23,10 @@ MOST_WORKERS = 8
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> None:
     """Say how many workers there are, before xdist starts them, unless the command line does."""
-    if is_worker() or not config.pluginmanager.hasplugin("xdist"):
+    if is_worker():  # whose main module is a text that xdist sent; where there are no workers, it is pytest's
+        sys.modules["__main__"].__spec__ = find_spec("pytest.__main__")
+        return
+    if not config.pluginmanager.hasplugin("xdist"):
         return
     option = config.option
     if option.numprocesses is None and option.dist == "no" and not option.tx and wants_workers(config):

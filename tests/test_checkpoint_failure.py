@@ -21,6 +21,7 @@ from tests.launch import Failed, run_ranks, try_ranks
 from tests.training import QUIET
 
 #: no rank may be there longer than this after another has failed, seconds
+pytestmark = pytest.mark.alone
 LIMIT = 20.0
 
 

@@ -16,6 +16,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from tests.launch import Failed, free_port, run_ranks, try_ranks
 from tests.training import Outcome, fit
 
+pytestmark = pytest.mark.alone
 LIMIT = 10.0
 ROOT = Path(__file__).parents[1]
 

@@ -14,6 +14,8 @@ from tests.faults.processes import Ended, run_jobs
 #: how many jobs are under way at once
 AT_ONCE = 3
 
+pytestmark = pytest.mark.alone
+
 
 @pytest.fixture(scope="module")
 def ended(

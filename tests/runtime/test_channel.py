@@ -183,6 +183,7 @@ def lose(dying: int) -> tuple[str, float]:
     return "", 0
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("dying", [0, 1])
 def test_a_peer_that_dies_is_noticed_within_two_seconds(dying: int) -> None:
     results = try_ranks(lose, 2, dying, timeout=20)
