@@ -2,10 +2,12 @@
 
 import gc
 import os
+import weakref
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Trainer
 from torch.utils.data import DataLoader
 
@@ -58,12 +60,16 @@ def test_a_loader_without_batches() -> None:
 
 
 def fits(replicas: int) -> list[tuple[int, int]]:
-    """Threads and open files after each of some runs in one script."""
+    """Threads and open files after each of some runs in one script; nothing then holds the connection."""
     counts = []
     for _ in range(3):
         fit("MLP", {"stages": 2, "microbatches": 3}, devices=2 * replicas)
         gc.collect()
         counts.append((len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))))
+    connection = weakref.ref(dist.group.WORLD)
+    dist.destroy_process_group()
+    gc.collect()
+    assert connection() is None
     return counts
 
 

@@ -77,33 +77,32 @@ class Groups:
     replicas: Replicas
 
 
-#: the groups of each connection of the processes, for every run that wants the same: torch forgets no group sooner
-_MADE: WeakKeyDictionary[Any, dict[tuple[Any, ...], Groups]] = WeakKeyDictionary()
+#: groups made beside each connection of the processes, for every run that wants the same: torch forgets none sooner.
+#: They hold nothing of the connection, which ends when the processes are disconnected, and they with it.
+_MADE: WeakKeyDictionary[Any, dict[tuple[Any, ...], Any]] = WeakKeyDictionary()
 
 
 def groups_for(mesh: Mesh, backend: str, timeout: timedelta) -> Groups:
-    """This process's groups; those that an earlier run of this script has made, where they are the same."""
-    made = _MADE.setdefault(dist.group.WORLD, {})
-    key = (mesh, backend, timeout)
-    if key not in made:
-        made[key] = _make(mesh, backend, timeout)
-    return made[key]
+    """This process's groups; of those that are made, the ones that an earlier run of this script has made.
 
-
-def _make(mesh: Mesh, backend: str, timeout: timedelta) -> Groups:
-    """Make this process's groups; each is made by its members alone.
-
-    Every process makes the same number of groups in the same order: torch names a group that is made by its members
-    after the number of groups that a process has.
+    Each is made by its members alone. Every process makes the same number of groups in the same order: torch names a
+    group that is made by its members after the number of groups that a process has.
     """
+    made = _MADE.setdefault(dist.group.WORLD, {})
+
+    def make(ranks: list[int] | None, library: str) -> Any:
+        key = (None if ranks is None else tuple(ranks), library, timeout)
+        if key not in made:
+            made[key] = dist.new_group(
+                ranks, timeout=timeout, backend=library, use_local_synchronization=ranks is not None
+            )
+        return made[key]
+
     on_host = backend == "gloo"
-    everyone = dist.group.WORLD if on_host else dist.new_group(backend="gloo", timeout=timeout)
+    everyone = dist.group.WORLD if on_host else make(None, "gloo")
     if mesh.num_replicas == 1:
         pipeline = dist.group.WORLD if mesh.num_stages > 1 else None
         return Groups(everyone, pipeline, everyone, Replicas())
-
-    def make(ranks: list[int], library: str) -> Any:
-        return dist.new_group(ranks, timeout=timeout, backend=library, use_local_synchronization=True)
 
     pipeline = make(mesh.pipeline, backend)
     pipeline_host = pipeline if on_host else make(mesh.pipeline, "gloo")
